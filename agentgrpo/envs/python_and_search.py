@@ -9,12 +9,12 @@ from typing import Any
 
 from agentgrpo.actions import Action, CallTools, Observation
 from agentgrpo.envs.python import PythonEnv, PythonEpisode
-from agentgrpo.envs.search import Search, SearchEpisode, SearchOptions
+from agentgrpo.envs.search import SearchEnv, SearchEpisode, SearchOptions
 from agentgrpo.sandbox import HostTools, SandboxPool
 from agentgrpo.types import Task
 
 
-class TaggedEnv(Search):
+class TaggedEnv:
     """Episodes with a Python interpreter and, given a corpus or a retriever, a search.
 
     Args:
@@ -27,7 +27,7 @@ class TaggedEnv(Search):
         load_encoder: (folder, pooling) -> text encoder.
 
     Raises:
-        FileNotFoundError, ValueError: as for Search.
+        FileNotFoundError, ValueError: as for SearchEnv.
     """
 
     answers = ("code", "search")
@@ -43,13 +43,19 @@ class TaggedEnv(Search):
         retrievers: Mapping[str, Any] = MappingProxyType({}),
         load_encoder: Callable[[Path, str], Any] | None = None,
     ) -> None:
-        options: dict[str, Any] = {**(search or {})}
-        super().__init__(**options, models=models, retrievers=retrievers, load_encoder=load_encoder)
+        endpoints = {"models": models, "retrievers": retrievers}
+        self._search: SearchEnv | None = None
+        if search:
+            self._search = SearchEnv(**search, **endpoints, load_encoder=load_encoder)
         self._python = PythonEnv(pool, timeout_s, host_tools=host_tools)
 
     def reset(self, task: Task) -> TaggedEpisode:
-        search = self.episode(task) if self.searches else None
+        search = self._search.reset(task) if self._search is not None else None
         return TaggedEpisode(self._python.reset(task), search)
+
+    def close(self) -> None:
+        if self._search is not None:
+            self._search.close()
 
 
 class TaggedEpisode:

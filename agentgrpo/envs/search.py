@@ -100,10 +100,10 @@ class Summary(Section):
         return prompt
 
 
+@pydantic.with_config(pydantic.ConfigDict(extra="forbid"))
 class SearchOptions(TypedDict, total=False):
-    """Options of a search, as for Search."""
+    """Options of a search, as for SearchEnv."""
 
-    __pydantic_config__ = pydantic.ConfigDict(extra="forbid")  # type: ignore[misc]
     corpus: Corpus
     dense: Dense
     retriever: str
@@ -114,8 +114,8 @@ class SearchOptions(TypedDict, total=False):
     max_chars: int
 
 
-class Search:
-    """Finds texts and formats them for the policy.
+class SearchEnv:
+    """Episodes whose only tool is a search.
 
     Args:
         corpus: the file of texts, or the texts as (id, title, text).
@@ -141,6 +141,8 @@ class Search:
         ValueError: a row is invalid (the message has file and line), or an argument is out of
             range, has no effect or names no endpoint.
     """
+
+    answers = ("tools",)
 
     def __init__(
         self,
@@ -169,49 +171,43 @@ class Search:
                 raise ValueError(f"{name}: it has no effect without {requirement}")
         if corpus is not None and retriever:
             raise ValueError(f"corpus: expected none with retriever {retriever!r}")
+        if corpus is None and not retriever:
+            raise ValueError("corpus: expected texts to search, or a retriever")
         self._top_k, self._max_chars, self._pages, self._summary = top_k, max_chars, pages, summary
         self._retriever = _endpoint_named(retrievers, retriever, "retriever", "retriever")
         if summary is not None:
             self._summarizer = _endpoint_named(
                 models, summary.endpoint, "summary.endpoint", "http or script"
             )
-        self._find: Find | None = self._retrieve if retriever else None
+        self._find: Find = self._retrieve
         if corpus is not None:
             texts = read_corpus(Path(corpus)) if isinstance(corpus, str | Path) else list(corpus)
             self._find = _ByWords(texts)
             if dense is not None:
                 self._find = _ByMeaning(texts, _load_encoder(dense, load_encoder), dense)
         self._cache = None if cache is None else DiskCache(Path(cache).expanduser())
-        self.toolset = Toolset([Tool(self._tool())])
+        self.toolset = Toolset([Tool(self._search, "search")])
 
-    def _tool(self) -> Callable[[str], str]:
-        def search(query: str) -> str:
-            """Search the collection; returns the best texts with their titles.
+    def tools(self, task: Task) -> Sequence[Schema]:
+        return self.toolset.schemas
 
-            Args:
-                query: a few words.
-            """
-            return self._result(query)
-
-        return search
-
-    @property
-    def searches(self) -> bool:
-        return self._find is not None
-
-    def episode(self, task: Task) -> SearchEpisode:
+    def reset(self, task: Task) -> SearchEpisode:
         return SearchEpisode(self.toolset, str(task.messages[-1]["content"]))
 
     def close(self) -> None:
         if self._cache is not None:
             self._cache.close()
 
-    def _result(self, query: str) -> str:
+    def _search(self, query: str) -> str:
+        """Search the collection; returns the best texts with their titles.
+
+        Args:
+            query: a few words.
+        """
         if not WORD.search(query):
             raise ValueError("the query has no words")
         if len(query) > MAX_QUERY:
             raise ValueError(f"the query has more than {MAX_QUERY} characters")
-        assert self._find is not None
         results = self._find(query, self._top_k)
         text = "\n".join(
             f"[{i}] {title}\n{text[: self._max_chars]}"
@@ -302,27 +298,6 @@ class DiskCache:
 
     def close(self) -> None:
         self._file.close()
-
-
-class SearchEnv(Search):
-    """Episodes whose only tool is a search.
-
-    Args:
-        corpus: the file of texts, or the texts as (id, title, text).
-    """
-
-    answers = ("tools",)
-
-    def __init__(self, corpus: Corpus | None = None, **search: Any) -> None:
-        super().__init__(corpus, **search)
-        if not self.searches:
-            raise ValueError("corpus: expected texts to search, or a retriever")
-
-    def tools(self, task: Task) -> Sequence[Schema]:
-        return self.toolset.schemas
-
-    def reset(self, task: Task) -> SearchEpisode:
-        return self.episode(task)
 
 
 class SearchEpisode(Episode):
