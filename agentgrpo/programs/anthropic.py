@@ -31,12 +31,6 @@ from agentgrpo.programs.requests import (
     usage,
 )
 
-IGNORED = (
-    "metadata", "service_tier", "cache_control", "speed", "inference_geo", "diagnostics",
-    "user_profile_id", "billing_policy", "fallback_credit_token",
-)  # fmt: skip
-"""Options without effect on the reply: user, speed, cost."""
-REFUSED = ("container", "mcp_servers", "compaction", "fallbacks", "thread")
 UNTHREADED = "thread_unsupported_request"
 """The error after which Anthropic's tool runner sends whole conversations."""
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
@@ -128,7 +122,7 @@ def parse_request(body: Mapping[str, Any]) -> TurnRequest:
     """Parse a request to /v1/messages."""
     if body.get("thread"):
         raise BadRequest("thread: is not offered", UNTHREADED, "thread")
-    parsed = parse_body(MessagesBody, body, IGNORED, REFUSED)
+    parsed = parse_body(MessagesBody, body)
     choice, output = (parsed.tool_choice or _ToolChoice(), parsed.output_config or {})
     messages = [message for sent in parsed.messages for message in sent.to_messages()]
     if messages[-1].role == "assistant":

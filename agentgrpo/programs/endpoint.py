@@ -16,13 +16,12 @@ import math
 import os
 import re
 import resource
-import secrets
 import socket
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from agentgrpo.actions import InfrastructureError
 from agentgrpo.programs.anthropic import MESSAGES
@@ -53,7 +52,6 @@ APIS = {
     "/v1/chat/completions": CHAT, "/v1/responses": RESPONSES, "/v1/messages": MESSAGES,
 }  # fmt: skip
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,36 +133,28 @@ class Endpoint:
         bypass_proxy_for_loopback()
         self._loop = event_loop("endpoint")
         self._sessions: dict[str, Session] = {}
-        self._connection: Any = None
-        self.port: int = self.run_on_loop(self._start())
-
-    def run_on_loop(self, awaitable: Awaitable[Result]) -> Result:
-        async def wait() -> Result:
-            return await awaitable
-
-        return asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+        self._connection = connection_class(self._app())
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port: int = listener.getsockname()[1]
+        self._listening = self.listen(listener, None).result()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def open(self, make: Callable[[str], Session]) -> Session:
-
-        async def work() -> Session:
-            key = f"sk-{secrets.token_urlsafe(24)}"
-            session = self._sessions[key] = make(key)
-            return session
-
-        return self.run_on_loop(work())
+    def open(self, session: Session) -> None:
+        self._sessions[session.key] = session
 
     def end(self, session: Session) -> None:
-        async def work() -> None:
-            self._sessions.pop(session.key, None)
+        """Close a session on the endpoint's thread, after which it does not change any more."""
+
+        async def close() -> None:
             session.close()
 
-        self.run_on_loop(work())
+        self._sessions.pop(session.key, None)
+        asyncio.run_coroutine_threadsafe(close(), self._loop).result()
 
-    def listen(self, listener: socket.socket, session: Session) -> Future[Listening]:
+    def listen(self, listener: socket.socket, session: Session | None) -> Future[Listening]:
         """Serve a session on a socket in its sandbox. The key in requests is ignored there."""
         return asyncio.run_coroutine_threadsafe(self._serve(listener, session), self._loop)
 
@@ -172,21 +162,11 @@ class Endpoint:
         self._loop.call_soon_threadsafe(listening.close)
 
     def close(self) -> None:
-        async def work() -> None:
-            self._listening.close()
-
-        self.run_on_loop(work())
-
-    async def _start(self) -> int:
-        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._listening = await self._serve(listener, None)
-        return int(listener.getsockname()[1])
+        self.stop_listening(self._listening)
 
     async def _serve(self, listener: socket.socket, session: Session | None) -> Listening:
         from uvicorn.server import ServerState
 
-        if self._connection is None:
-            self._connection = connection_class(self._app())
         state = ServerState()
         make_connection = functools.partial(
             self._connection, server_state=state, app_state={"session": session},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
@@ -41,13 +41,12 @@ class ProgramSampler(AnySampler):
         chat: ChatTemplate, config: RolloutConfig, *, max_live: int,
     ) -> None:  # fmt: skip
         super().__init__(config)
-        self._engine, self._launcher, self._env = engine, launcher, env
-        self._chat, self._read_calls = chat, agent.read_calls
-        self._max_live, self._timeout_s = max_live, agent.timeout_s
-        self._act_in_thoughts = agent.act_in_thoughts
+        self.engine, self.agent, self.launcher, self.max_live = engine, agent, launcher, max_live
+        self._env, self._chat = env, chat
+        self.probes: set[str] = set()
+        """See Session.rows()."""
         self._endpoint: Endpoint | None = None
         self._reported: set[str] = set()
-        self._probes: set[str] = set()
 
     def _tell_once(self, kind: str, line: str) -> None:
         if kind not in self._reported:
@@ -65,29 +64,25 @@ class ProgramSampler(AnySampler):
     ) -> tuple[list[Group], SamplerStats]:  # fmt: skip
         if self._endpoint is None:
             self._endpoint = Endpoint()
-        endpoint = self._endpoint
-
-        # episodes that run themselves also make their prompts: all of them are trained on
-        plays = getattr(self._env, "plays", False)
-        model_args = self._chat, config, self._engine.max_model_len, self._read_calls
-        session_options = self._act_in_thoughts, self._tell_once
-
-        def open_session(on_request: Any, task: Task) -> Session:
-            texts = [m["content"] for m in task.messages if m["role"] == "user" and not plays]
-            return endpoint.open(
-                lambda key: Session(key, *model_args, on_request, *session_options, texts or ("",))
-            )
-
-        runner = EpisodeRunner(self._max_live, config.call_timeout_s)
         groups = Groups(tasks, seed, self._env, config, group_size, ended)
-        player = _Player(
-            self._engine, self._launcher, groups, runner, endpoint, open_session, config,
-            self._timeout_s, filters, self._max_live, self._probes,
-        )  # fmt: skip
+        runner = EpisodeRunner(self.max_live, config.call_timeout_s)
+        player = _Player(self, self._endpoint, groups, runner, config, filters)
         player.queue.extend((index, 0) for index in range(len(tasks) * group_size))
         finished_groups = player.run()
         self._report_ignored_options(finished_groups)
         return finished_groups, player.stats
+
+    def make_session(
+        self, config: RolloutConfig, task: Task, on_request: Callable[[SampleRequest], None]
+    ) -> Session:
+        """Make the endpoint's session of a rollout."""
+        # episodes that run themselves also make their prompts: all of them are trained on
+        plays = getattr(self._env, "plays", False)
+        texts = [m["content"] for m in task.messages if m["role"] == "user" and not plays]
+        return Session(
+            self._chat, config, self.engine.max_model_len, self.agent.read_calls, on_request,
+            self.agent.act_in_thoughts, self._tell_once, texts or ("",),
+        )  # fmt: skip
 
     def _report_ignored_options(self, groups: Sequence[Group]) -> None:
         stats = {name for group in groups for rollout in group.rollouts for name in rollout.stats}
@@ -123,19 +118,12 @@ class _Live:
 class _Player:
     """One call of play(); see Groups for indices."""
 
-    engine: Decoder
-    launcher: Launcher | None
-    """None: the environment's episodes run themselves."""
+    sampler: ProgramSampler
+    endpoint: Endpoint
     groups: Groups
     runner: EpisodeRunner
-    endpoint: Endpoint
-    session: Any
     config: RolloutConfig
-    timeout_s: float
     filters: Mapping[str, float]
-    max_live: int
-    probes: set[str]
-    """See Session.rows()."""
     queue: deque[tuple[int, int]] = field(default_factory=deque)
     """Index and attempt of rollouts that have not started."""
     live: dict[int, _Live] = field(default_factory=dict)
@@ -154,7 +142,7 @@ class _Player:
         """Play until every program has ended. No program is left running, even after an error."""
         try:
             while self.queue or self.live or self.finishing:
-                while self.queue and len(self.live) + len(self.finishing) < self.max_live:
+                while self.queue and len(self.live) + len(self.finishing) < self.sampler.max_live:
                     self._start(*self.queue.popleft())
                 self._end_overdue()
                 self._process_inbox()
@@ -169,12 +157,18 @@ class _Player:
 
     def _start(self, index: int, attempt: int) -> None:
         task = self.groups.task(index)
-        session = self.session(lambda request: self.inbox.put((index, request)), task)
+        session = self.sampler.make_session(
+            self.config, task, lambda request: self.inbox.put((index, request))
+        )
+        self.endpoint.open(session)
         episode: Any = NOTHING
         try:
             episode = self.groups.reset(index)
-            launcher = self.launcher or AsyncFunction(episode.play)
-            limits = [self.timeout_s, self.config.max_seconds or self.timeout_s]
+            # without a launcher, the environment's episodes run themselves
+            launcher = self.sampler.launcher or AsyncFunction(episode.play)
+            limits = [self.sampler.agent.timeout_s]
+            if self.config.max_seconds:
+                limits.append(self.config.max_seconds)
             if isinstance(launcher, Hosted):
                 launcher = launcher.for_episode(episode)
                 limits.append(episode.timeout_s)
@@ -239,7 +233,7 @@ class _Player:
         temperature = request.temperature
         if temperature is None:
             temperature = self.config.temperature
-        self.engine.add_request(
+        self.sampler.engine.add_request(
             request_id,
             request.token_ids,
             max_tokens=request.max_tokens,
@@ -253,7 +247,7 @@ class _Player:
         self.decoding[request_id] = index, request
 
     def _decode(self) -> None:
-        for turn in self.groups.decode(self.engine):
+        for turn in self.groups.decode(self.sampler.engine):
             self._deliver(*self.decoding.pop(turn.request_id), turn)
 
     def _deliver(self, index: int, request: SampleRequest, turn: Completion) -> None:
@@ -273,7 +267,7 @@ class _Player:
         """Make a rollout of a program that has ended, and get its rewards."""
         live = self.live.pop(index)
         pending = [(name, request) for name, (of, request) in self.decoding.items() if of == index]
-        self.engine.abort([name for name, _ in pending])
+        self.sampler.engine.abort([name for name, _ in pending])
         for name, _ in pending:
             del self.decoding[name]
         self.endpoint.end(live.session)
@@ -313,7 +307,7 @@ class _Player:
                 outcome = future.result()
             except InfrastructureError as raised:
                 error, is_infra_error = str(raised), True
-        rows, aside = session.rows(self.probes)
+        rows, aside = session.rows(self.sampler.probes)
         # a refused request matters only if the program failed after it
         refused_status = session.refused if outcome.failed else None
         end_status = Status.TRUNCATED_LENGTH if rows and rows[-1].cut else Status.COMPLETED
@@ -384,7 +378,7 @@ class _Player:
 
     def _stop(self) -> None:
         try:
-            self.engine.abort(list(self.decoding))
+            self.sampler.engine.abort(list(self.decoding))
         finally:
             for live in self.live.values():
                 live.running.stop()

@@ -7,7 +7,7 @@ of a stream are both generated from it, so they cannot differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -30,15 +30,20 @@ OVERRIDES = (
 trains on its own sampling."""
 NO_CHANGE = (None, "disabled", {"type": "text"}, {"type": "disabled"})
 """Values of such options that change nothing."""
-IGNORED = (
-    "user", "metadata", "store", "service_tier", "prediction", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-)  # fmt: skip
-"""Options without effect on the reply: user, speed, storage."""
-REFUSED = (
-    "audio", "function_call", "functions", "moderation", "web_search_options", "logprobs",
-    "top_logprobs",
-)  # fmt: skip
+IGNORED = {
+    "billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo",
+    "max_tool_calls", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "service_tier", "speed", "store",
+    "stream_options", "user", "user_profile_id",
+}  # fmt: skip
+"""Options of any protocol without effect on the reply: user, speed, storage, cost.
+max_tool_calls concerns tools of OpenAI's servers."""
+REFUSED = {
+    "access_programs", "audio", "background", "compaction", "container", "conversation",
+    "fallbacks", "function_call", "functions", "image", "logprobs", "mcp_servers", "moderation",
+    "previous_response_id", "prompt", "thread", "top_logprobs", "web_search_options",
+}  # fmt: skip
+"""Options of any protocol that would change the reply, and that the endpoint lacks."""
 OTHER_FIELDS = 32
 """How many unknown fields of a request are counted, and how many characters of their names."""
 
@@ -160,15 +165,13 @@ class ChatBody(Body):
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def parse_body(
-    model: type[Kind], body: Mapping[str, Any], ignored: Collection[str], rejected: Collection[str]
-) -> Kind:
+def parse_body(model: type[Kind], body: Mapping[str, Any]) -> Kind:
     """Validate a request's body. Raises BadRequest with the first wrong field."""
-    for name in rejected:
-        if body.get(name) not in (None, False, "", []):  # {} enables an option
+    for name in sorted(REFUSED & body.keys()):
+        if body[name] not in (None, False, "", []):  # {} enables an option
             raise BadRequest(f"{name}: is not offered", param=name)
     try:
-        dropped = {*ignored, *rejected}
+        dropped = (IGNORED | REFUSED) - model.model_fields.keys()
         return model.model_validate({k: v for k, v in body.items() if k not in dropped})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -207,7 +210,7 @@ def turn_request(
 
 def read_chat(body: Mapping[str, Any]) -> TurnRequest:
     """Parse a request to /v1/chat/completions."""
-    parsed = parse_body(ChatBody, body, IGNORED, REFUSED)
+    parsed = parse_body(ChatBody, body)
     return turn_request(
         parsed,
         tools=body.get("tools") or (),  # unvalidated fields too, since a template may show them

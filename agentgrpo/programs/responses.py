@@ -23,15 +23,6 @@ from agentgrpo.programs.requests import (
     usage,
 )
 
-IGNORED = (
-    "user", "metadata", "store", "service_tier", "stream_options", "safety_identifier",
-    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "max_tool_calls",
-)  # fmt: skip
-"""Options without effect on the reply. max_tool_calls concerns tools of OpenAI's servers."""
-REFUSED = (
-    "access_programs", "background", "conversation", "image", "moderation", "previous_response_id",
-    "prompt", "top_logprobs",
-)  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"
 RANKS = {"reasoning": 0, "message": 1, "function_call": 2}
 """The order of the items of one turn."""
@@ -102,7 +93,7 @@ class ResponsesBody(Body):
 
 def parse_request(body: Mapping[str, Any]) -> TurnRequest:
     """Parse a request to /v1/responses."""
-    parsed = parse_body(ResponsesBody, body, IGNORED, REFUSED)
+    parsed = parse_body(ResponsesBody, body)
     first = [Message("system", parsed.instructions)] if parsed.instructions else []
     text, reasoning = parsed.text or {}, parsed.reasoning or {}
     tools = [tool.model_dump(exclude_none=True, exclude={"type"}) for tool in parsed.tools or ()]

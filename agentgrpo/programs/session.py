@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -78,7 +79,6 @@ def call_id(*parts: str | int) -> str:
 class Session:
     """The endpoint's state of one rollout while its program runs."""
 
-    key: str
     chat: ChatTemplate
     config: RolloutConfig
     max_model_len: int
@@ -90,6 +90,8 @@ class Session:
     """Prints a line, only the first of each kind in a run."""
     texts: Sequence[str] = ("",)
     """Texts of the task. Conversations that contain one of them are trained on."""
+    key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
+    """API key of the program's requests."""
     ended_by: Status | None = None
     """Why the rollout gets no more turns, or None."""
     refused: Status | None = None

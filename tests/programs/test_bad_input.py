@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -153,7 +153,7 @@ def test_large_request_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_connections_are_limited_and_end_with_the_rollout() -> None:
     """As of a session of the sandbox, which has a listener of its own."""
     made, most = endpoint.Endpoint(), endpoint.CONNECTIONS
-    session = made.open(lambda key: cast(Any, SimpleNamespace(key=key, max_model_len=99)))
+    session: Any = SimpleNamespace(max_model_len=99)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         listening = made.listen(listener.dup(), session).result()
@@ -162,7 +162,7 @@ def test_connections_are_limited_and_end_with_the_rollout() -> None:
         refused = [client for client in clients if not _answers(client, ask)]
         assert len(refused) == 9
         made.stop_listening(listening)
-        made.run_on_loop(asyncio.sleep(0))  # until it has
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), made._loop).result()  # until it has
         assert not any(_answers(client, ask) for client in clients)
         for client in clients:
             client.close()
