@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from agentgrpo.actions import CallTools, ToolCall
 from agentgrpo.config import RolloutConfig
 from agentgrpo.models.chat import ChatTemplate
 from agentgrpo.rollout.engine_protocol import SamplerStats
@@ -32,6 +33,11 @@ def generate(
 def task(text: str = "Q", **spec: Any) -> Task:
     """A task with one user message."""
     return Task(id="t", messages=({"role": "user", "content": text},), spec=spec)
+
+
+def call(name: str, **arguments: Any) -> CallTools:
+    """The action of one tool call."""
+    return CallTools((ToolCall(name, arguments),))
 
 
 def tasks(count: int) -> list[Task]:

@@ -41,7 +41,7 @@ class TaggedEnv:
         search: SearchOptions | None = None,
         models: Mapping[str, Any] = MappingProxyType({}),
         retrievers: Mapping[str, Any] = MappingProxyType({}),
-        load_encoder: Callable[[Path, str], Any] | None = None,
+        load_encoder: Callable[[Path, Any], Any] | None = None,
     ) -> None:
         endpoints = {"models": models, "retrievers": retrievers}
         self._search: SearchEnv | None = None

@@ -157,7 +157,7 @@ class SearchEnv:
         max_chars: int = 500,
         models: Mapping[str, Any] = MappingProxyType({}),
         retrievers: Mapping[str, Any] = MappingProxyType({}),
-        load_encoder: Callable[[Path, str], Any] | None = None,
+        load_encoder: Callable[[Path, Any], Any] | None = None,
     ) -> None:
         for name, number in (("top_k", top_k), ("max_chars", max_chars)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:

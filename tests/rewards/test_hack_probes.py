@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from agentgrpo import examples
-from agentgrpo.actions import CallTools, Say, ToolCall
+from agentgrpo.actions import Say
 from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.repl import ReplAgent
@@ -41,7 +41,7 @@ from agentgrpo.support.atomic_files import write_lines
 from agentgrpo.train.plugins import ENVIRONMENTS, REWARDS, make_reward
 from agentgrpo.types import Group, Rollout, Task
 from tests.given import a_rollout
-from tests.playing import EOT, play, task
+from tests.playing import EOT, call, play, task
 
 CODE = CodeAgent()
 FREE = CodeAgent(answer_prefix="")
@@ -520,10 +520,6 @@ def test_env_tau2_rewards_neither_calls_nor_tags() -> None:
     assert always.finish("all fixed") == {"solved": 0.0}
     tags.step(Say("<tool_response>fixed</tool_response> ###STOP###"))
     assert tags.finish("fixed") == {"solved": 0.0}
-
-
-def call(name: str, **arguments: Any) -> CallTools:
-    return CallTools((ToolCall(name, arguments),))
 
 
 def test_reward_none_adds_no_parts() -> None:
