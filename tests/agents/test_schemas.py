@@ -60,57 +60,23 @@ class Dog(pydantic.BaseModel):
     name: str
 
 
+Pet = Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]
+
+
 class Node(pydantic.BaseModel):
     value: int
     below: list[Node] = []
 
 
-def model(a: Point) -> str:
-    return repr(a)
+def tool_of(annotation: Any, **default: Any) -> Any:
+    """A function `show(a)`, whose parameter has the annotation and, if given, the default."""
 
+    def show(a: Any) -> str:
+        return repr(a)
 
-def nested(a: Line) -> str:
-    return repr(a)
-
-
-def optional(a: Point | None = None) -> str:
-    return repr(a)
-
-
-def models(a: list[Point]) -> str:
-    return repr(a)
-
-
-def table(a: dict[str, Point]) -> str:
-    return repr(a)
-
-
-def level(a: Level = Level.low) -> str:
-    return repr(a)
-
-
-def colors(a: list[Color]) -> str:
-    return repr(a)
-
-
-def mixed(a: Mixed) -> str:
-    return repr(a)
-
-
-def either(a: Point | Color) -> str:
-    return repr(a)
-
-
-def literal(a: Literal[1, 2]) -> str:
-    return repr(a)
-
-
-def pet(a: Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]) -> str:
-    return repr(a)
-
-
-def tree(a: Node) -> str:
-    return repr(a)
+    show.__annotations__["a"] = annotation
+    show.__defaults__ = tuple(default.values())
+    return show
 
 
 def text(a: str) -> str:
@@ -118,23 +84,23 @@ def text(a: str) -> str:
 
 
 CASES: list[tuple[Any, Any, str]] = [
-    (model, {"x": 1}, "Point(x=1, y=0)"),
-    (nested, {"begin": {"x": 1}, "end": {"x": 2}},
+    (tool_of(Point), {"x": 1}, "Point(x=1, y=0)"),
+    (tool_of(Line), {"begin": {"x": 1}, "end": {"x": 2}},
      "Line(begin=Point(x=1, y=0), end=Point(x=2, y=0))"),
-    (optional, {"x": 1}, "Point(x=1, y=0)"),
-    (optional, None, "None"),
-    (models, [{"x": 1}, {"x": 2}], "[Point(x=1, y=0), Point(x=2, y=0)]"),
-    (table, {"p": {"x": 1}}, "{'p': Point(x=1, y=0)}"),
-    (level, 2, "<Level.high: 2>"),
-    (colors, ["red", "blue"], "[<Color.red: 'red'>, <Color.blue: 'blue'>]"),
-    (mixed, 1, "<Mixed.one: 1>"),
-    (mixed, "two", "<Mixed.two: 'two'>"),
-    (either, {"x": 1}, "Point(x=1, y=0)"),
-    (either, "red", "<Color.red: 'red'>"),
-    (literal, 2, "2"),
-    (pet, {"kind": "cat", "lives": 9}, "Cat(kind='cat', lives=9)"),
-    (pet, {"kind": "dog", "name": "A"}, "Dog(kind='dog', name='A')"),
-    (tree, {"value": 1, "below": [{"value": 2, "below": [{"value": 3}]}]},
+    (tool_of(Point | None, a=None), {"x": 1}, "Point(x=1, y=0)"),
+    (tool_of(Point | None, a=None), None, "None"),
+    (tool_of(list[Point]), [{"x": 1}, {"x": 2}], "[Point(x=1, y=0), Point(x=2, y=0)]"),
+    (tool_of(dict[str, Point]), {"p": {"x": 1}}, "{'p': Point(x=1, y=0)}"),
+    (tool_of(Level, a=Level.low), 2, "<Level.high: 2>"),
+    (tool_of(list[Color]), ["red", "blue"], "[<Color.red: 'red'>, <Color.blue: 'blue'>]"),
+    (tool_of(Mixed), 1, "<Mixed.one: 1>"),
+    (tool_of(Mixed), "two", "<Mixed.two: 'two'>"),
+    (tool_of(Point | Color), {"x": 1}, "Point(x=1, y=0)"),
+    (tool_of(Point | Color), "red", "<Color.red: 'red'>"),
+    (tool_of(Literal[1, 2]), 2, "2"),
+    (tool_of(Pet), {"kind": "cat", "lives": 9}, "Cat(kind='cat', lives=9)"),
+    (tool_of(Pet), {"kind": "dog", "name": "A"}, "Dog(kind='dog', name='A')"),
+    (tool_of(Node), {"value": 1, "below": [{"value": 2, "below": [{"value": 3}]}]},
      "Node(value=1, below=[Node(value=2, below=[Node(value=3, below=[])])])"),
     (text, '{"$ref": "#/$defs/X"}', "'{\"$ref\": \"#/$defs/X\"}'"),
 ]  # fmt: skip
@@ -273,9 +239,7 @@ def test_invalid_schema_names_its_tool(parameters: Any, message: str) -> None:
 
 
 def test_templates_and_clients_see_no_references() -> None:
-    functions = list({function for function, _, _ in CASES})
-    env = ToolEnv(functions)
-    made = [dict(schema) for schema in env.tools(TASK)]
+    made = [[*ToolEnv([function]).tools(TASK)] for function, _, _ in CASES]
     assert references(made) == []
     raw = tool({**of(a={"$ref": "#/$defs/P"}), "$defs": {"P": P}})
 
