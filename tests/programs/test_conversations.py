@@ -196,6 +196,17 @@ def test_reasoning_may_be_dropped_but_not_changed() -> None:
     assert Message("assistant", " x \r\n").may_be(given)
 
 
+QUESTION = [Message("user", "Q")]
+
+
+def answered(talks: Conversations, sent: list[Message], reply: Message, id: int = 7) -> Int32:
+    """Add a turn after the messages, delivered as `reply`. Returns the row's tokens."""
+    prompt = talks.prompt(sent, [])
+    ids = np.array([id, CHAT.end_of_turn_id], np.int32)
+    talks.add_message(prompt, talks.add_turn(prompt, completed(prompt.token_ids, ids), 9), reply)
+    return np.concatenate([prompt.token_ids, ids])
+
+
 CALLS = (Call("c1", "f", '{"a": 1}'),)
 
 
@@ -217,12 +228,9 @@ CALLS = (Call("c1", "f", '{"a": 1}'),)
 )
 def test_message_with_calls_is_identified_by_their_ids(back: Message, same: bool) -> None:
     """Whatever became of the text beside them; text that a client puts there is another answer."""
-    talks, question = Conversations(CHAT), [Message("user", "Q")]
-    prompt = talks.prompt(question, [])
-    turn = completed(prompt.token_ids, np.array([7, CHAT.end_of_turn_id], np.int32))
-    row = talks.add_turn(prompt, turn, 9)
-    talks.add_message(prompt, row, Message("assistant", "so \n", CALLS))
-    after = talks.prompt([*question, back, Message("tool", "3", call_id="c1")], []).after
+    talks = Conversations(CHAT)
+    answered(talks, QUESTION, Message("assistant", "so \n", CALLS))
+    after = talks.prompt([*QUESTION, back, Message("tool", "3", call_id="c1")], []).after
     assert (after is not None) is same
 
 
@@ -244,45 +252,34 @@ def test_most_similar_message_is_matched(sent: str, meant: int) -> None:
         calls = (Call(text[:2], "f", "{}"),) if text.startswith("c") else ()
         return Message("assistant", text[3 * len(calls) :], calls)
 
-    talks, question, ends = Conversations(CHAT), [Message("user", "Q")], []
+    talks = Conversations(CHAT)
     for number, text in enumerate(("x", "x ", "c1 x", "c2 x")):
-        prompt = talks.prompt(question, [])
-        ids = np.array([7 + number, CHAT.end_of_turn_id], np.int32)
-        row = talks.add_turn(prompt, completed(prompt.token_ids, ids), 9)
-        talks.add_message(prompt, row, message(text))
-        ends.append(row)
-    after = talks.prompt([*question, message(sent), Message("user", "on")], []).after
+        answered(talks, QUESTION, message(text), 7 + number)
+    after = talks.prompt([*QUESTION, message(sent), Message("user", "on")], []).after
     assert after is not None
-    assert ends.index(after.row) == meant
+    assert talks.rows.index(after.row) == meant
 
 
 def test_client_messages_with_equal_calls_stay_separate() -> None:
     """Nobody answered them: all that they say counts."""
-    talks, ends = Conversations(CHAT), []
-    for text in ("a", "b", "a "):
-        told = [Message("user", "Q"), Message("assistant", text, CALLS), Message("user", "on")]
-        prompt = talks.prompt(told, [])
-        turn = completed(prompt.token_ids, np.array([7, CHAT.end_of_turn_id], np.int32))
-        talks.add_message(prompt, talks.add_turn(prompt, turn, 9), Message("assistant", "x"))
-        ends.append((told, prompt))
-    for told, prompt in ends:
-        asked = talks.prompt([*told, Message("assistant", "x"), Message("user", "more")], [])
-        assert asked.token_ids[: len(prompt.token_ids)].tolist() == prompt.token_ids.tolist()
+    talks, replied = Conversations(CHAT), Message("assistant", "x")
+    sent = [
+        [*QUESTION, Message("assistant", text, CALLS), Message("user", "on")]
+        for text in ("a", "b", "a ")
+    ]
+    rows = [answered(talks, messages, replied) for messages in sent]
+    for messages, row in zip(sent, rows, strict=True):
+        asked = talks.prompt([*messages, replied, Message("user", "more")], [])
+        assert asked.token_ids[: len(row)].tolist() == row.tolist()
 
 
 def test_equal_messages_are_distinguished_by_their_reasoning() -> None:
-    talks, question = Conversations(CHAT), [Message("user", "Q")]
-    prompts: list[Int32] = []
-    for thought in ("a", "b"):
-        prompt = talks.prompt(question, [])
-        ids = np.array([len(prompts) + 7, CHAT.end_of_turn_id], np.int32)
-        row = talks.add_turn(prompt, completed(prompt.token_ids, ids), 9)
-        talks.add_message(prompt, row, Message("assistant", "x", reasoning=thought))
-        prompts.append(np.concatenate([prompt.token_ids, ids]))
-    for thought, held in zip(("a", "b"), prompts, strict=True):
-        back = Message("assistant", "x", reasoning=thought)
-        asked = talks.prompt([*question, back, Message("user", "on")], [])
-        assert asked.token_ids[: len(held)].tolist() == held.tolist()
+    talks = Conversations(CHAT)
+    replies = [Message("assistant", "x", reasoning=thought) for thought in ("a", "b")]
+    rows = [answered(talks, QUESTION, reply, 7 + n) for n, reply in enumerate(replies)]
+    for reply, row in zip(replies, rows, strict=True):
+        asked = talks.prompt([*QUESTION, reply, Message("user", "on")], [])
+        assert asked.token_ids[: len(row)].tolist() == row.tolist()
 
 
 @pytest.mark.parametrize(("depth", "kind"), [(99, dict), (100, str), (900, str)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import openai
@@ -56,26 +56,21 @@ def numbered(number: int, _: str) -> Any:
     return turn(f"said {number}")
 
 
-async def before(client: Any, o: Any) -> None:
-    await said(o, HELLO)
-    await said(o, user(o.task["question"]))
+def requests(*sent: Sequence[Any]) -> Callable[..., Any]:
+    """A program of one request after another. A message is a text, or the number of a reply."""
 
+    async def use(client: Any, o: Any) -> None:
+        replies: list[Any] = []
+        for contents in sent:
+            texts = (QUESTION if content == "Q" else content for content in contents)
+            messages = [replies[c] if isinstance(c, int) else user(c)[0] for c in texts]
+            replies.append(await said(o, messages))
 
-async def between(client: Any, o: Any) -> None:
-    messages = user(o.task["question"])
-    messages.append(await said(o, messages))
-    await said(o, HELLO)
-    await said(o, [*messages, BYE])
+    return use
 
 
 async def at_once(client: Any, o: Any) -> None:
     await asyncio.gather(said(o, user(o.task["question"])), *(said(o, HELLO) for _ in range(2)))
-
-
-async def long_probe(client: Any, o: Any) -> None:
-    first = await said(o, HELLO)
-    await said(o, [*HELLO, first, BYE])
-    await said(o, user(o.task["question"]))
 
 
 async def by_responses(client: Any, o: Any) -> None:
@@ -83,32 +78,10 @@ async def by_responses(client: Any, o: Any) -> None:
     await said(o, user(o.task["question"]))
 
 
-async def greeted_first(client: Any, o: Any) -> None:
-    first = await said(o, HELLO)
-    await said(o, [*HELLO, first, *user(o.task["question"])])
-
-
-async def as_json(client: Any, o: Any) -> None:
-    await said(o, HELLO)
-    await said(o, user(json.dumps(o.task)))
-
-
 async def in_a_system_prompt(client: Any, o: Any) -> None:
     await said(o, HELLO)
     asked = f"You solve this: {o.task['question'].upper()}"
     await said(o, [{"role": "system", "content": asked}, {"role": "user", "content": "Begin."}])
-
-
-async def a_part(client: Any, o: Any) -> None:
-    await said(o, HELLO)
-    await said(o, user("Shorten: " + o.task["question"].splitlines()[1]))
-
-
-async def by_a_tool(client: Any, o: Any) -> None:
-    """The first request names a file; an answer of a tool brings the task."""
-    messages = user("Solve the problem in the file task.json.")
-    messages.append(await said(o, messages))
-    await said(o, [*messages, *user(o.task["question"])])
 
 
 async def sub_agent(client: Any, o: Any) -> None:
@@ -119,24 +92,21 @@ async def sub_agent(client: Any, o: Any) -> None:
     await said(o, user(f"You research. {json.loads(call.function.arguments)['a']}"))
 
 
-async def never(client: Any, o: Any) -> None:
-    first = await said(o, HELLO)
-    await said(o, [*HELLO, first, BYE])
-
-
+FILE = "Solve the problem in the file task.json."
+before, between = requests(["Hi"], ["Q"]), requests(["Q"], ["Hi"], ["Q", 0, "Is that so?"])
 PROBES: dict[str, tuple[Any, list[list[int]], int]] = {
     "before": (before, [[1]], 1),
     "between": (between, [[0, 2]], 1),
     "at once": (at_once, [[0]], 2),
-    "of two turns": (long_probe, [[2]], 2),
+    "of two turns": (requests(["Hi"], ["Hi", 0, "Is that so?"], ["Q"]), [[2]], 2),
     "by responses": (by_responses, [[1]], 1),
-    "that the task follows": (greeted_first, [[0, 1]], 0),
-    "task as JSON": (as_json, [[1]], 1),
+    "that the task follows": (requests(["Hi"], ["Hi", 0, "Q"]), [[0, 1]], 0),
+    "task as JSON": (requests(["Hi"], [json.dumps({"question": QUESTION})]), [[1]], 1),
     "task in a system prompt": (in_a_system_prompt, [[1]], 1),
-    "part of the task": (a_part, [[1]], 1),
-    "task by a tool": (by_a_tool, [[0, 1]], 0),
+    "part of the task": (requests(["Hi"], [f"Shorten: {QUESTION.splitlines()[1]}"]), [[1]], 1),
+    "task by a tool": (requests([FILE], [FILE, 0, "Q"]), [[0, 1]], 0),
     "a sub-agent": (sub_agent, [[1], [2]], 1),
-    "no task at all": (never, [[0, 1]], 0),
+    "no task at all": (requests(["Hi"], ["Hi", 0, "Is that so?"]), [[0, 1]], 0),
 }
 """A program, the turns of each row that is trained on, and how many turns are not."""
 

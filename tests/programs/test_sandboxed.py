@@ -66,6 +66,14 @@ def jails() -> Any:
         yield pool
 
 
+def ending_with(ending: str, folder: Path, pool: SandboxPool | None = None) -> Launcher:
+    """PROGRAM with this ending: in a session of the pool, or as a process."""
+    file = folder / "agent.py"
+    file.write_text(PROGRAM.replace("{ending}", ending))
+    command = ["python", "agent.py"]
+    return Process(command, [file]) if pool is None else Sandboxed(pool, command, [file], 60.0)
+
+
 @pytest.mark.slow
 @pytest.mark.nsjail
 @pytest.mark.parametrize("where", ["session", "process"])
@@ -100,20 +108,15 @@ def test_session_reaches_only_the_endpoint(tmp_path: Path, rung: Rung) -> None:
     from agentgrpo.programs.endpoint import Endpoint
 
     outside = Endpoint()
-    file = tmp_path / "agent.py"
-    file.write_text(
-        "import os; os.environ['OPENAI_API_KEY'] = 'sk-another'\n"
-        + PROGRAM.replace(
-            "{ending}",
-            "import socket\n"
-            f"try: socket.create_connection(('127.0.0.1', {outside.port}), 2)\n"
-            "except OSError as error: print(type(error).__name__)\n"
-            "else: print('reached')",
-        )
+    reach = (
+        "client.with_options(api_key='sk-another').models.list()\n"
+        "import socket\n"
+        f"try: socket.create_connection(('127.0.0.1', {outside.port}), 2)\n"
+        "except OSError as error: print(type(error).__name__)\n"
+        "else: print('reached')"
     )
     with pool_of(rungs=[rung]) as pool:
-        made = Sandboxed(pool, ["python", "agent.py"], [file], 60.0)
-        rollout = alone(made, lambda *_: turn("x"))
+        rollout = alone(ending_with(reach, tmp_path, pool), lambda *_: turn("x"))
     outside.close()
     assert (rollout.answer, len(rollout.turns)) == ("ConnectionRefusedError", 1)
 
@@ -123,7 +126,7 @@ def test_process_has_no_proxy_and_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.invalid:1")
-    file, pid = tmp_path / "agent.py", tmp_path / "pid"
+    pid = tmp_path / "pid"
     ending = (
         "import subprocess\n"
         "left = subprocess.Popen(['sleep', '99'], stdout=subprocess.DEVNULL,\n"
@@ -131,21 +134,18 @@ def test_process_has_no_proxy_and_leaves_nothing_running(
         f"open({str(pid)!r}, 'w').write(str(left.pid))\n"
         "print(os.environ.get('HTTPS_PROXY'))"
     )
-    file.write_text(PROGRAM.replace("{ending}", ending))
-    rollout = alone(Process(["python", "agent.py"], [file]), lambda *_: turn("x"))
+    rollout = alone(ending_with(ending, tmp_path), lambda *_: turn("x"))
     assert rollout.answer == "None"
     assert gone(int(pid.read_text())), "it was killed"
 
 
 @pytest.mark.slow
 def test_daemon_with_open_output_delays_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "agent.py"
     ending = (
         "import subprocess\nsubprocess.Popen(['sleep', '60'], start_new_session=True)\n"
         "print('done')"
     )
-    file.write_text(PROGRAM.replace("{ending}", ending))
-    rollout = alone(Process(["python", "agent.py"], [file]), lambda *_: turn("x"), timeout_s=30)
+    rollout = alone(ending_with(ending, tmp_path), lambda *_: turn("x"), timeout_s=30)
     assert (rollout.answer, rollout.status) == ("done", Status.COMPLETED)
 
 
@@ -164,9 +164,7 @@ ATTACKS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_program_that_damages_its_files_fails_itself(tmp_path: Path, attack: str) -> None:
-    file = tmp_path / "agent.py"
-    file.write_text(PROGRAM.replace("{ending}", attack))
-    rollout = alone(Process(["python", "agent.py"], [file]), lambda *_: turn("x"))
+    rollout = alone(ending_with(attack, tmp_path), lambda *_: turn("x"))
     assert (rollout.answer, rollout.stats.get("program_failed", 0.0)) == ATTACKS[attack]
     assert rollout.status is Status.COMPLETED
 
@@ -195,52 +193,41 @@ def test_program_among_the_files_is_started(tmp_path: Path, jails: SandboxPool, 
 
 OWN = "raise KeyError('x')"
 FAILED = {
-    OWN: True,
-    "import nosuch": True,
-    "os.execvp('sh', ['sh', '-c', 'nosuch-program'])": True,
-    "os.execv(sys.executable, ['python', 'nosuch.py'])": True,
-    "os.kill(os.getpid(), 9)": False,
-    "raise MemoryError": False,
-    "sys.exit(3)": False,
-    "os.mkdir('answer.txt')": False,
-    "import traceback\ntry: nosuch\nexcept NameError: traceback.print_exc()\n"
-    "os.kill(os.getpid(), 15)": False,
-}
-"""How all programs of a step end, and whether that ends the run."""
+    ("process", OWN): True,
+    ("process", "import nosuch"): True,
+    ("process", "os.execvp('sh', ['sh', '-c', 'nosuch-program'])"): True,
+    ("process", "os.execv(sys.executable, ['python', 'nosuch.py'])"): True,
+    ("process", "os.kill(os.getpid(), 9)"): False,
+    ("process", "raise MemoryError"): False,
+    ("process", "sys.exit(3)"): False,
+    ("process", "os.mkdir('answer.txt')"): False,
+    ("process", "import traceback\ntry: nosuch\nexcept NameError: traceback.print_exc()\n"
+     "os.kill(os.getpid(), 15)"): False,
+    ("session", OWN): True,
+    ("session", "while True: os.write(1, b'x' * 65536)"): False,
+    ("session", "held = []\nwhile True: held.append(bytearray(1 << 26))"): False,
+    ("session", "os.kill(os.getppid(), 9)"): False,
+    ("session", "os.mkfifo('answer.txt')"): False,
+}  # fmt: skip
+"""Where all programs of a step run and how they end, and whether that ends the run."""
+
+
+MARKS: dict[str, Any] = {"session": pytest.mark.nsjail, "process": ()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", FAILED)
-def test_run_ends_if_all_programs_fail_by_themselves(tmp_path: Path, ending: str) -> None:
-    file = tmp_path / "agent.py"
-    file.write_text(PROGRAM.replace("{ending}", ending))
-    made = Process(["python", "agent.py"], [file])
-    ends = pytest.raises(UserCodeError, match="exited with") if FAILED[ending] else nullcontext()
-    with ends:
+@pytest.mark.parametrize(
+    ("where", "ending"), [pytest.param(*key, marks=MARKS[key[0]]) for key in FAILED]
+)
+def test_run_ends_if_all_programs_fail_by_themselves(
+    tmp_path: Path, request: pytest.FixtureRequest, where: str, ending: str
+) -> None:
+    pool = request.getfixturevalue("jails") if where == "session" else None
+    made = ending_with(ending, tmp_path, pool)
+    ends = pytest.raises(UserCodeError, match="exited with") if FAILED[where, ending] else None
+    with ends or nullcontext():
         (group,), _ = played(made, lambda *_: turn("x"), n=2)
         assert [r.stats["program_failed"] for r in group.rollouts] == [1, 1]
-
-
-LIMITS = {
-    "while True: os.write(1, b'x' * 65536)": False,
-    "held = []\nwhile True: held.append(bytearray(1 << 26))": False,
-    "os.kill(os.getppid(), 9)": False,
-    "os.mkfifo('answer.txt')": False,
-    OWN: True,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.nsjail
-@pytest.mark.parametrize("ending", LIMITS)
-def test_session_limit_does_not_end_the_run(
-    tmp_path: Path, jails: SandboxPool, ending: str
-) -> None:
-    file = tmp_path / "agent.py"
-    file.write_text(PROGRAM.replace("{ending}", ending))
-    made = Sandboxed(jails, ["python", "agent.py"], [file], 60.0)
-    with pytest.raises(UserCodeError, match="KeyError") if LIMITS[ending] else nullcontext():
-        (group,), _ = played(made, lambda *_: turn("x"), n=2)
         assert {r.status for r in group.rollouts} == {Status.COMPLETED}
         assert not any(set(r.answer or "") == {"x"} for r in group.rollouts), "of a flood"
 
@@ -261,9 +248,7 @@ MEMORY = {
 def test_out_of_memory_program_names_the_setting(
     tmp_path: Path, jails: SandboxPool, ending: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "agent.py"
-    file.write_text(PROGRAM.replace("{ending}", ending))
-    alone(Sandboxed(jails, ["python", "agent.py"], [file], 60.0), lambda *_: turn("x"))
+    alone(ending_with(ending, tmp_path, jails), lambda *_: turn("x"))
     told = capsys.readouterr().err
     assert re.search(MEMORY[ending], told), told
     assert ("memory_mib" in told) == ("512" in MEMORY[ending])
@@ -276,18 +261,11 @@ def test_users_environment_overrides_telemetry_defaults(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"OTEL_SDK_DISABLED": "mine", "OPENAI_API_KEY": "not-mine"}
-    file = tmp_path / "agent.py"
     names = ("OTEL_SDK_DISABLED", "CREWAI_DISABLE_TELEMETRY", "NO_PROXY")
-    shown = f"print([os.environ[name] for name in {names}])"
-    file.write_text(PROGRAM.replace("{ending}", shown))
-    command = ["python", "agent.py"]
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     with pool_of(env=own) if where == "session" else nullcontext() as pool:
-        made: Any = Process(command, [file])
-        if where == "session":
-            assert pool is not None
-            made = Sandboxed(pool, command, [file], 60.0)
+        made = ending_with(f"print([os.environ[name] for name in {names}])", tmp_path, pool)
         assert alone(made, lambda *_: turn("x")).answer == "['mine', 'true', '*']"
 
 
