@@ -73,12 +73,10 @@ class InlineAgent(PairAgent):
         )
 
     def act(self, body: str, task: Task) -> Action:
-        """Parse the call between the tags."""
         known = {tool["function"]["name"]: tool for tool in self.schemas(task)}
         return CallTools((FORMS[self.call_form](body.strip(), known),))
 
     def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        """The result in its tags, as text of the policy's message."""
         if isinstance(action, Say):
             return super().observe(action, observation)
         tag = "fn_error" if observation.failed else "fn_results"

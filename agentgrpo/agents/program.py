@@ -90,5 +90,4 @@ class ProgramAgent(TextAgent):
         return bool(options.get("command")) and options.get("sandbox", "session") == "session"
 
     def parse(self, text: str, task: Task) -> NoReturn:
-        """Never called: the program reads the policy's turns itself."""
         raise TypeError("a program reads its turns itself")

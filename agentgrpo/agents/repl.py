@@ -68,11 +68,9 @@ class ReplAgent(TextAgent):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The end of a line."""
         return ("\n",)
 
     def prefill(self, task: Task) -> str:
-        """The banner and the first prompt without its space."""
         banner = python_banner() if self.banner is None else self.banner
         return banner + PROMPTS[0].rstrip()
 

@@ -82,7 +82,6 @@ class TextAgent:
 
     @property
     def has_user(self) -> bool:
-        """Whether the environment has a user."""
         return bool(getattr(self.env, "has_user", False))
 
     def talk(self, *acts: str) -> str:
@@ -96,7 +95,6 @@ class TextAgent:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings that end a turn."""
         return ()
 
     @property
@@ -105,7 +103,6 @@ class TextAgent:
         return r"\S"
 
     def prompt(self, task: Task) -> str:
-        """The agent's own system message."""
         return ""
 
     def messages(self, task: Task) -> list[Message]:
@@ -115,11 +112,9 @@ class TextAgent:
         return [*head, *(message for shot in self.shots for message in shot), *task.messages]
 
     def prefill(self, task: Task) -> str:
-        """Empty: the policy begins its own turn."""
         return ""
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """None for the chat template: the system message describes them."""
         return ()
 
     def schemas(self, task: Task) -> Sequence[Schema]:
@@ -184,7 +179,6 @@ class PairAgent(TextAgent, ABC):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The tag that ends an action."""
         return (self.close_tag,)
 
     @property

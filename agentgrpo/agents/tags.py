@@ -74,7 +74,6 @@ class TagAgent(TextAgent):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The end tags of search, code and answer."""
         return tuple(f"</{name}>" for name in (*self._acts, self.answer))
 
     @property
@@ -82,7 +81,6 @@ class TagAgent(TextAgent):
         return f"<(?:{'|'.join((*self._acts, self.answer))})>"
 
     def prompt(self, task: Task) -> str:
-        """An explanation of the tags."""
         acts = (f"<{name}>" for name in (*self._acts, self.answer))
         return PROMPT.format(search=self.search, python=self.python) + self.talk(*acts)
 

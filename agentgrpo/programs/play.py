@@ -264,7 +264,6 @@ class _Player:
     # --- ends
 
     def _on_program_end(self, index: int, future: Future[Outcome]) -> None:
-        """Make a rollout of a program that has ended, and get its rewards."""
         live = self.live.pop(index)
         pending = [(name, request) for name, (of, request) in self.decoding.items() if of == index]
         self.sampler.engine.abort([name for name, _ in pending])

@@ -278,7 +278,6 @@ class Session:
         )
 
     def _parse(self, pending: Pending, turn: Completion) -> Message:
-        """Parse a turn to a message: text, thoughts and tool calls."""
         request = pending.request
         text = self.chat.decode(turn.token_ids)
         stopped = turn.stop_reason

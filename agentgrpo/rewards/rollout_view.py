@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from agentgrpo.types import Rollout, Task
+from agentgrpo.types import Rollout
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text."""
@@ -15,27 +15,16 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class RolloutView:
-    """A finished rollout for a reward: its fields, and its texts (decoded on first access)."""
+    """A finished rollout for a reward: its fields, and its texts (decoded on first access).
+
+    The fields are those of Rollout: `task` with its hidden `spec`, `answer`, `status`, `stats`
+    (counts and costs by name) and so on.
+    """
 
     rollout: Rollout
     decode: Decode
 
-    @property
-    def task(self) -> Task:
-        """The task, including its hidden spec."""
-        return self.rollout.task
-
-    @property
-    def answer(self) -> str | None:
-        return self.rollout.answer
-
-    @property
-    def stats(self) -> Mapping[str, float]:
-        """Counts and costs of the rollout: turns, tool_calls, tool_errors, ..."""
-        return self.rollout.stats
-
     def __getattr__(self, name: str) -> Any:
-        """Forward to the rollout: status, rewards, num_sampled, ..."""
         # Without this check, copy and pickle would look up __deepcopy__ and the like before
         # `rollout` is set, and recurse without end.
         if name.startswith("_"):

@@ -94,7 +94,6 @@ class Moment:
         return self.answer(f"```python\n{code.replace('{name}', name)}\n```")
 
     def run(self, code: str) -> str | None:
-        """A turn that runs code."""
         return self._first([code], lambda a: isinstance(a, RunCode))
 
     def call(self, tool: Mapping[str, Any], word: str) -> str | None:

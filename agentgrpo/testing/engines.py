@@ -42,7 +42,6 @@ class Engines:
         play_on(engine, config, parts)
 
     def close(self) -> None:
-        """Shut the engine down."""
         engine = self._engine
         vars(self).clear()
         if engine is not None:

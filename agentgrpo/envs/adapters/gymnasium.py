@@ -86,7 +86,6 @@ class GymnasiumEnv:
             raise ValueError(f"id: {error}") from error
 
     def tools(self, task: Task) -> Sequence[Schema]:
-        """The tool `act`, or none if the policy acts with its replies."""
         return () if self.has_user else (self.tool.schema,)
 
     def tasks(self, split: str) -> list[Task]:
