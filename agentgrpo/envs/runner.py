@@ -21,7 +21,7 @@ from typing import Any
 
 from agentgrpo.actions import Action, InfrastructureError, ModelRequest, Observation
 from agentgrpo.envs.base import AnyEpisode, Episode
-from agentgrpo.envs.validate import checked_observation, checked_rewards
+from agentgrpo.envs.validate import checked_observation
 from agentgrpo.support.user_calls import (
     CallTimeout,
     UserCodeError,
@@ -30,6 +30,7 @@ from agentgrpo.support.user_calls import (
     describe_error,
     event_loop,
     name_of,
+    named_numbers,
     run_sync,
     user_call,
 )
@@ -93,7 +94,7 @@ class EpisodeRunner:
         waits = _is_async(episode.finish) or _is_async(episode.close)
         finish = _finish_async if waits else _finish
         return self._start(
-            episode, of, finish, episode, answer, called=episode.finish, read=checked_rewards
+            episode, of, finish, episode, answer, called=episode.finish, read=named_numbers
         )
 
     def close(self, episode: AnyEpisode, of: RolloutId = (None, None)) -> Future[None]:

@@ -37,7 +37,7 @@ def checked_observation(observation: Any) -> Observation:
             raise WrongResult(f"expected a text, got {text!r:.80}")
     return replace(
         observation, failed=bool(observation.failed), answer=checked_answer(observation.answer),
-        rewards=checked_rewards(observation.rewards),
+        rewards=named_numbers(observation.rewards),
         counts=checked_counts(observation.counts, SAMPLER_COUNTS),
     )  # fmt: skip
 
@@ -51,18 +51,10 @@ def checked_answer(answer: Any) -> str | None:
 
 def checked_counts(counts: Any, reserved: Collection[str] = ()) -> dict[str, float]:
     """Check counts by name and convert them to floats. `reserved`: further forbidden names."""
-    numbers = checked_rewards(counts)
+    numbers = named_numbers(counts)
     for name in numbers:
         if name in RESERVED_NAMES or name in reserved or "/" in name:
             raise WrongResult(
                 f"counts: {name!r} is a name of the run's metrics; choose another name"
             )
-    return numbers
-
-
-def checked_rewards(rewards: Any) -> dict[str, float]:
-    """Check finite numbers by name and convert them to floats."""
-    numbers = named_numbers(rewards)
-    if numbers is None:
-        raise WrongResult(f"expected {{name: finite number}}, got {rewards!r:.80}")
     return numbers

@@ -126,18 +126,13 @@ def make_quality(name: str, *, weight: float = 1.0, judge: Endpoint | None = Non
     """Make the quality function that `measures.quality` names."""
     if name == "answer":
         return lambda rollout: min(1.0, max(0.0, _environment_or_reward(rollout, weight)))
-    if name == "judge":
-        if judge is None:
-            raise ValueError("measures.quality: 'judge' needs measures.judge, the endpoint's name")
+    if judge is not None:
         return judge_quality(judge)
-    if name not in COMPARISONS:
-        raise ValueError(
-            f"measures.quality: expected answer, f1, exact, math or judge, got {name!r}"
-        )
+    compare = COMPARISONS[name]
 
     def quality(rollout: Rollout) -> float:
         accepted = accepted_answers(rollout.task)
-        return 0.0 if rollout.answer is None else COMPARISONS[name](rollout.answer, accepted)
+        return 0.0 if rollout.answer is None else compare(rollout.answer, accepted)
 
     return quality
 

@@ -34,7 +34,6 @@ from agentgrpo.rewards.choices import chosen_option, expected_choices, options_o
 from agentgrpo.rewards.rollout_view import RolloutView
 from agentgrpo.support.user_calls import (
     UserCodeError,
-    WrongResult,
     await_within,
     event_loop,
     name_of,
@@ -85,20 +84,13 @@ async def score_async(
         if rollout.status is Status.INFRA_ERROR:
             continue
         call, task = functools.partial(reward, view(rollout)), group.task.id
-        parts = await ask(call, task, index, _named_parts, limit_s=limit_s)
+        parts = await ask(call, task, index, named_numbers, limit_s=limit_s)
         if parts.keys() & rollout.rewards.keys():
             raise ValueError(
                 f"task {group.task.id}: both the environment and the reward return the parts "
                 f"{sorted(parts.keys() & rollout.rewards.keys())}"
             )
         rollout.rewards |= parts
-
-
-def _named_parts(parts: Any) -> dict[str, float]:
-    numbers = named_numbers(parts)
-    if numbers is None:
-        raise WrongResult(f"expected {{name: finite number}}, got {parts!r:.80}")
-    return numbers
 
 
 async def ask(
@@ -122,7 +114,25 @@ async def ask(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NumericReward:
+class AnswerReward:
+    """Base class of the rewards that compare the answer with `task.spec["answer"]`."""
+
+    answer: float = 1.0
+    """Value of the expected answer, or of one in a list of expected answers."""
+    format: float = 0.0
+    """Value of an answer after code that ran without an error, with no malformed turn."""
+
+    def parts(self, rollout: Rollout, share: float, *, well_formed: bool) -> dict[str, float]:
+        """The parts `answer` (the share of its value) and `format`."""
+        has_format = well_formed and _acted_well(rollout)
+        return {
+            "answer": rollout.weighted("answer", self.answer, share),
+            "format": rollout.weighted("format", self.format, has_format),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericReward(AnswerReward):
     """`answer` for the right number, `format` for a number that was found by running code.
 
     The last number in an answer counts: "12 * 3 = 36" and "36 pens" are both 36. The expected
@@ -133,10 +143,7 @@ class NumericReward:
         ValueError: `task.spec["answer"]` is missing, or it or an element of a list has no number.
     """
 
-    answer: float = 1.0
-    """Value of an answer equal to `task.spec["answer"]`, or to an element of a list there."""
     format: float = 0.1
-    """Value of a numeric answer after code that ran without an error, with no malformed turn."""
     strict: bool = False
     """Accept only an answer that is a number and nothing else."""
     expected = staticmethod(expected_numbers)
@@ -145,11 +152,7 @@ class NumericReward:
         expected = self.expected(rollout.task)
         read = only_number if self.strict else last_number
         number = None if rollout.answer is None else read(rollout.answer)
-        well_formed = number is not None and _acted_well(rollout)
-        return {
-            "answer": rollout.weighted("answer", self.answer, number in expected),
-            "format": rollout.weighted("format", self.format, well_formed),
-        }
+        return self.parts(rollout, number in expected, well_formed=number is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,48 +170,36 @@ class EnvironmentReward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MathReward:
+class MathReward(AnswerReward):
     """`answer` for an answer that is mathematically equal to the expected one (math-verify).
 
     Raises (when called):
         ValueError: `task.spec["answer"]` is missing or empty, or math-verify is not installed.
     """
 
-    answer: float = 1.0
-    format: float = 0.0
     expected = staticmethod(expected_mathematics)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         answer = rollout.answer or ""
         results = [same_mathematics(answer, gold) for gold in self.expected(rollout.task)]
-        parsed = any(comparison.answer_parsed for comparison in results)
-        return {
-            "answer": rollout.weighted(
-                "answer", self.answer, any(comparison.equal for comparison in results)
-            ),
-            "format": rollout.weighted("format", self.format, parsed and _acted_well(rollout)),
-        }
+        right, parsed = (any(r.equal for r in results), any(r.answer_parsed for r in results))
+        return self.parts(rollout, right, well_formed=parsed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceReward:
+class ChoiceReward(AnswerReward):
     """`answer` for the expected option of a multiple-choice question (rewards/choices.py)."""
 
-    answer: float = 1.0
-    format: float = 0.0
     expected = staticmethod(expected_choices)
 
     def __call__(self, rollout: Rollout) -> dict[str, float]:
         label = chosen_option(rollout.answer or "", options_of(rollout.task))
-        right, well_formed = (label in self.expected(rollout.task), label and _acted_well(rollout))
-        return {
-            "answer": rollout.weighted("answer", self.answer, right),
-            "format": rollout.weighted("format", self.format, bool(well_formed)),
-        }
+        right = label in self.expected(rollout.task)
+        return self.parts(rollout, right, well_formed=label is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextReward:
+class TextReward(AnswerReward):
     """`answer` for an exact match, else `partial`: SQuAD's token F1 times `answer`.
 
     In a list of expected answers, the best match counts. Case, punctuation, articles and repeated
@@ -219,8 +210,6 @@ class TextReward:
         ValueError: `task.spec["answer"]` is missing, or it or an element of a list is empty.
     """
 
-    answer: float = 1.0
-    format: float = 0.0
     max_words: int = 32
     expected = staticmethod(expected_texts)
 
@@ -230,13 +219,10 @@ class TextReward:
         answer_words, accepted = words(answer), self.expected(rollout.task)
         score, exact = f1(answer, accepted), bool(exact_match(answer, accepted))
         is_short = exact or len(answer_words) <= self.max_words
-        earned = rollout.weighted("answer", self.answer, score * is_short)
-        well_formed = bool(answer_words) and is_short and _acted_well(rollout)
-        return {
-            "answer": earned if exact else 0.0,
-            "partial": 0.0 if exact else earned,
-            "format": rollout.weighted("format", self.format, well_formed),
-        }
+        well_formed = bool(answer_words) and is_short
+        parts = self.parts(rollout, score * is_short, well_formed=well_formed)
+        partial = 0.0 if exact else parts["answer"]
+        return {**parts, "answer": parts["answer"] - partial, "partial": partial}
 
 
 def with_costs(reward: Reward, config: RewardConfig) -> Reward:

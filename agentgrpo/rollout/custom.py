@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from agentgrpo.config import RolloutConfig
-from agentgrpo.envs.validate import checked_answer, checked_counts, checked_rewards
+from agentgrpo.envs.validate import checked_answer, checked_counts
 from agentgrpo.rollout.engine_protocol import Ended, SamplerStats
 from agentgrpo.rollout.limits import treatment_of
 from agentgrpo.rollout.sampler import AnySampler
-from agentgrpo.support.user_calls import WrongResult, as_number, user_call
+from agentgrpo.support.user_calls import WrongResult, as_number, named_numbers, user_call
 from agentgrpo.types import COUNTS, Float32, Group, Int32, Rollout, Segment, Status, Task
 
 if TYPE_CHECKING:  # it imports vLLM
@@ -148,7 +148,7 @@ class CustomSampler(AnySampler):
                 raise WrongResult(f"{span} is not finite")
             rollout.span_rewards[i] = replace(span, value=number)
         checked_answer(rollout.answer)
-        rollout.rewards = checked_rewards(rollout.rewards)
+        rollout.rewards = named_numbers(rollout.rewards)
         turns = sum(segment.sampled for segment in rollout.all_segments)
         defaults = {**dict.fromkeys(COUNTS, 0.0), "turns": float(turns)}
         rollout.stats = defaults | checked_counts(rollout.stats)

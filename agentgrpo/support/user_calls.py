@@ -348,10 +348,11 @@ def as_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def named_numbers(values: Any) -> dict[str, float] | None:
-    """Finite numbers by name from user code, as floats; None: anything else."""
-    if not isinstance(values, Mapping):
-        return None
-    numbers = {name: as_number(value) for name, value in values.items()}
+def named_numbers(values: Any) -> dict[str, float]:
+    """Finite numbers by name from user code, as floats. Raises WrongResult for anything else."""
+    named = values.items() if isinstance(values, Mapping) else [(None, values)]
+    numbers = {name: as_number(value) for name, value in named}
     valid = {n: x for n, x in numbers.items() if x is not None and isinstance(n, str)}
-    return valid if len(valid) == len(numbers) else None
+    if len(valid) < len(numbers):
+        raise WrongResult(f"expected {{name: finite number}}, got {values!r:.80}")
+    return valid

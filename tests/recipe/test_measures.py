@@ -259,11 +259,7 @@ def test_S2_11_pass_at_k_and_pass_hat_k_count_the_draws(attempts: int, data: st.
     assert pass_hat_k(attempts, solved, k) == pytest.approx(fmean(map(all, draws)))
 
 
-def test_quality_names_its_requirements() -> None:
-    with pytest.raises(ValueError, match="expected answer, f1, exact, math or judge, got 'bleu'"):
-        make_quality("bleu")
-    with pytest.raises(ValueError, match=r"needs measures\.judge"):
-        make_quality("judge")
+def test_quality_is_a_share_of_the_answers_value() -> None:
     with pytest.raises(ValueError, match="task t: spec"):
         make_quality("f1")(a_rollout(task=task()))
     assert make_quality("f1")(a_rollout(task=task(answer="a bee"), answer=None)) == 0.0
