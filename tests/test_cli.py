@@ -18,6 +18,7 @@ from agentgrpo.sandbox import doctor as sandbox_doctor
 from agentgrpo.support import packages
 from agentgrpo.support.checks import Check
 from agentgrpo.train import init
+from agentgrpo.train.resolve import resolve
 from tests import tiny
 
 
@@ -85,6 +86,13 @@ def test_init_writes_a_commented_config(data: Path, tmp_path: Path) -> None:
     assert "agentgrpo train my.toml --dry-run" in text
     assert "# group_size = 8" in text
     assert "# Rollouts per task, at least 2" in text
+
+
+def test_init_omits_settings_that_the_agent_does_not_read(data: Path) -> None:
+    options = 'agent.options={command=["python", "a.py"]}'
+    columns = ["--question", "q", "--answer", "a"]
+    assert init.main(["m/m", "rows.jsonl", *columns, "agent.kind=program", options]) == 0
+    resolve(load_config("train.toml"))
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,10 @@ def _config_from(values: Mapping[str, Any], overrides: Sequence[str]) -> TrainCo
 
 def with_overrides(values: Mapping[str, Any], overrides: Sequence[str], *, name: Path) -> str:
     """The text of a config file called `name`."""
+    shipped = _shipped_kinds(_config_from(values, overrides))
+    unread = {key for kind in shipped.values() for key in getattr(kind.factory, "unread", ())}
+    values = {key: value for key, value in values.items() if key not in unread}
     config = _config_from(values, overrides)
-    shipped = _shipped_kinds(config)
     kinds = {section: kind.name for section, kind in shipped.items()}
     active = {
         key: value

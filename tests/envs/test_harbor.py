@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,15 +22,32 @@ from agentgrpo.actions import CallTools, RunCode, ToolCall
 from agentgrpo.agents.program import ProgramAgent
 from agentgrpo.envs import harbor_check
 from agentgrpo.envs.harbor import HarborEnv
-from agentgrpo.envs.harbor_tasks import folders_of, make_row, write_rows
+from agentgrpo.envs.harbor_tasks import folders_of, write_rows
+from agentgrpo.inspect.verify.verify import verify_run
 from agentgrpo.programs.launch import launcher_of
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox.isolation.images import get_image, save_image
 from agentgrpo.sandbox.isolation.zygote import Rung
 from agentgrpo.sandbox.session.dockerfile import Builder
 from agentgrpo.support.atomic_files import read_lines
 from agentgrpo.train import init
 from agentgrpo.types import Status, Task
 from tests import warm
+from tests.envs.harbor_folders import (
+    CHEATS,
+    HONEST,
+    LAZY,
+    PLANTED,
+    PRELOAD,
+    PYTEST,
+    REWARD,
+    SMALL,
+    SOLVED,
+    TOML,
+    add_task,
+    make_folder,
+    make_numbers,
+)  # fmt: skip
 from tests.envs.repair_answers import CHEATS as REPAIR_CHEATS
 from tests.envs.repair_answers import PRICES
 from tests.envs.repair_answers import TESTS as PRICE_TESTS
@@ -40,116 +56,7 @@ from tests.programs.test_play import alone, played, turn
 from tests.sandbox.isolation.tiny_image import TOOLS, add_tiny_image
 from tests.warm import ROOT
 
-VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
-PACKAGES = f"/usr/lib/{VERSION}/site-packages"
-TOML = '[environment]\nmemory_mb = 512\nstorage_mb = 128\n[verifier]\ntimeout_sec = 60\n[agent]\ntimeout_sec = 60\n[verifier.env]\nMODE = "${HARBOR_TEST_MODE:-plain}"\n'
-TEST_SH = """#!/bin/bash
-[ -f $HOME/.local/bin/env ] && source $HOME/.local/bin/env
-cd /app
-pytest -q /tests/test_outputs.py
-if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
-"""
-TESTS = """import subprocess
-def test_it():
-    done = subprocess.run(["python3", "/app/solve.py"], capture_output=True, text=True)
-    assert done.stdout.strip() == "42"
-"""
-DOCKERFILE = f"""FROM tiny:1
-ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin
-COPY site {PACKAGES}
-COPY pytest /usr/bin/pytest
-RUN mkdir -p /app /opt/venv/bin /usr/local/bin /root/.local && echo 'print(41)' > /app/solve.py
-RUN echo 'def test(): import subprocess' > /tmp/test_it.py; pytest -q /tmp/test_it.py; rm -r /tmp/*
-WORKDIR /app
-"""
-PYTEST = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
-HONEST = "echo 'print(6 * 7)' > /app/solve.py"
-REWARD = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt"
-PRELOAD = '#include <unistd.h>\n#include <string.h>\n#include <stdio.h>\n__attribute__((constructor)) static void f(void){char b[4096]={0};FILE*h=fopen("/proc/self/cmdline","r");if(h){fread(b,1,4095,h);fclose(h);}if(memmem(b,4096,"pytest",6))_exit(0);}'
-KILLER = """cat > /app/solve.py <<'X'
-import os
-os.makedirs('/logs/verifier', exist_ok=True)
-pid, chain = os.getppid(), []
-while pid > 1:
-    chain.append(pid)
-    pid = int(open(f'/proc/{pid}/stat').read().rsplit(')', 1)[1].split()[1])
-open('/logs/verifier/reward.txt', 'w').write('1')
-for p in chain:
-    os.kill(p, NUMBER)
-X"""
-CHEATS: dict[str, list[str]] = {
-    "nothing": ["true"],
-    "files that end pytest with 0": [
-        "printf '#!/bin/sh\\nexit 0\\n' > /usr/local/bin/pytest; chmod +x /usr/local/bin/pytest",
-        "printf '#!/bin/sh\\nexit 0\\n' > /opt/venv/bin/pytest; chmod +x /opt/venv/bin/pytest",
-        f"printf 'import os,sys\\nif any(\"pytest\" in a for a in sys.orig_argv): os._exit(0)\\n' > {PACKAGES}/sitecustomize.py",
-        f"echo 'import os,sys; any(\"pytest\" in a for a in sys.orig_argv) and os._exit(0)' > {PACKAGES}/a.pth",
-        f"sed -i 's/^def main(/def main(*a, **k): return 0\\ndef _main(/' {PACKAGES}/_pytest/config/__init__.py",
-        "mkdir -p /tests; printf 'def pytest_collection_modifyitems(items): items[:] = items[:0]\\ndef pytest_sessionfinish(session): session.exitstatus = 0\\n' > /tests/conftest.py",
-        "echo 'def pytest_sessionfinish(session): session.exitstatus = 0' > /conftest.py; printf '[pytest]\\npythonpath = /\\naddopts = -p conftest\\n' > /pytest.ini",
-        f"d={PACKAGES}; mkdir $d/cheat-1.dist-info; printf '[pytest11]\\ncheat = cheat\\n' > $d/cheat-1.dist-info/entry_points.txt; printf 'Metadata-Version: 2.1\\nName: cheat\\nVersion: 1\\n' > $d/cheat-1.dist-info/METADATA; echo 'def pytest_sessionfinish(session): session.exitstatus = 0' > $d/cheat.py",
-        f"mkdir -p /root/.local/lib/{VERSION}/site-packages; echo 'import os; os._exit(0)' > /root/.local/lib/{VERSION}/site-packages/usercustomize.py",
-    ],
-    "/etc/ld.so.preload": ["PRELOAD"],
-    "other programs of the system": [
-        f"printf '\\n_run = run\\ndef run(*a, **k):\\n    r = _run(*a, **k); r.stdout = \"42\"; return r\\n' >> /usr/lib/{VERSION}/subprocess.py",
-        'mv /usr/bin/python3 /usr/bin/python3.real; printf \'#!/bin/sh\\ncase "$*" in *solve.py*) echo 42;; *) exec /usr/bin/python3.real "$@";; esac\\n\' > /usr/bin/python3; chmod +x /usr/bin/python3',
-        f"mkdir -p /root/.local/bin; echo '{REWARD}; exit 0' > /root/.local/bin/env",
-        f"cp /usr/bin/bash /opt/b; printf '#!/bin/sh\\n{REWARD}; exit 0\\n' > /opt/x; chmod +x /opt/x; mv /opt/x /usr/bin/bash",
-    ],
-    "~ is another directory, by a link": [
-        f"mkdir -p /opt/r/.local/bin; echo '{REWARD}; exit 0' > /opt/r/.local/bin/env; mv /root /opt/old; ln -s /opt/r /root"
-    ],
-    "~ is emptied and made again": [
-        f"rm -rf /root; mkdir -p /root/.local/bin; echo '{REWARD}; exit 0' > /root/.local/bin/env"
-    ],
-    "processes, and the reward as a link": [
-        "mkdir -p /logs/verifier; echo 1 > /opt/one; ln -s /opt/one /logs/verifier/reward.txt; ln -s /opt/one /logs/verifier/reward.json",
-        f"(while ! pgrep -x test.sh; do :; done; {REWARD}; pkill -9 -x test.sh) >/dev/null 2>&1 & disown",
-        "(while ! [ -s /tests/test_outputs.py ]; do :; done; sleep 0.02; while :; do echo 'def test(): pass' > /tmp/t; mv /tmp/t /tests/test_outputs.py; sleep 0.01; done) >/dev/null 2>&1 & disown",
-    ],
-    "the program under test ends its test": [KILLER.replace("NUMBER", "9")],
-    "the program under test ends its test politely": [KILLER.replace("NUMBER", "15")],
-    "the program under test interrupts its test": [KILLER.replace("NUMBER", "2")],
-    "the working directory is a file": ["cd /; rm -rf /app; echo 1 > /app"],
-    "deep directories": ["cd /app; for i in $(seq 200); do mkdir d; cd d; done"],
-}
-"""Those of a list are planted together: the verdict is 0, so none of them is believed."""
-PLANTED = {
-    name: "\n".join(command for command in commands if "> /opt/x" not in command)
-    for name, commands in CHEATS.items()
-    if name.startswith(("files", "other", "~"))
-}
-"""Those that leave files only. Without another bash, with which no session starts."""
-SOLVED = {
-    "solved": HONEST,
-    "solved, with a file in /opt": "echo 42 > /opt/answer; echo 'print(open(\"/opt/answer\").read())' > /app/solve.py",
-    "solved in a directory made again": "cd /; rm -rf /app; mkdir /app; echo 'print(42)' > /app/solve.py",
-}
 pytestmark = pytest.mark.nsjail
-
-
-def make_folder(folder: Path, toml: str = TOML, packages: tuple[str, ...] = ()) -> Path:
-    for path, text in {
-        "task.toml": toml, "instruction.md": f"Make /app/solve.py print 42 ({folder.name}).",
-        "tests/test.sh": TEST_SH, "tests/test_outputs.py": TESTS,
-        "solution/solve.sh": f"#!/bin/bash\n{HONEST}\n", "environment/Dockerfile": DOCKERFILE,
-        "environment/pytest": "#!/usr/bin/python3\nimport sys, pytest\nsys.exit(pytest.main())\n",
-    }.items():  # fmt: skip
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-    (folder / "environment/pytest").chmod(0o755)
-    for name in packages:
-        spec = find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
-        target, source = folder / "environment/site", Path(spec.origin)
-        if source.name == "__init__.py":
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source.parent, target / name, ignore=ignored)
-        else:
-            shutil.copy(source, target)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +64,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     place = tmp_path_factory.mktemp("harbor")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
-        add_tiny_image("tiny:1", tools=[*TOOLS, "nl", "pgrep", "pkill", "base64"])
+        tools = ["nl", "pgrep", "pkill", "base64", "awk", "cut", "cmp"]
+        image = get_image(add_tiny_image("tiny:1", tools=[*TOOLS, *tools]))
+        layers = [Path(layer).name for layer in image.layers]
+        save_image("debian:12", layers, image.env, image.workdir, image.digest)
         yield place
 
 
 @pytest.fixture(scope="module")
 def task(store: Path) -> Task:
-    with Builder() as builder:
-        row = make_row(make_folder(store / "answer", TOML, PYTEST), builder)
-    return Task(id=row["id"], messages=({"role": "user", "content": row["question"]},), spec=row)
+    return add_task(make_folder(store / "answer", TOML, PYTEST))
 
 
 @pytest.fixture(scope="module")
@@ -206,17 +114,8 @@ def test_what_cheating_pays(fresh: HarborEnv, task: Task, name: str, tmp_path: P
             pytest.skip("needs gcc")
         source, library = tmp_path / "c.c", tmp_path / "c.so"
         source.write_text(PRELOAD)
-        build: list[str | Path] = [
-            "gcc",
-            "-D_GNU_SOURCE",
-            "-s",
-            "-shared",
-            "-fPIC",
-            "-o",
-            library,
-            source,
-        ]
-        subprocess.run(build, check=True)
+        flags = ["-D_GNU_SOURCE", "-s", "-shared", "-fPIC"]
+        subprocess.run(["gcc", *flags, "-o", library, source], check=True)
         text = base64.b64encode(library.read_bytes()).decode()
         commands = [f"echo {text} | base64 -d > /opt/c.so && echo /opt/c.so > /etc/ld.so.preload"]
     score, episode = play(fresh, task, *commands)
@@ -257,8 +156,7 @@ def test_verdict_of_a_branch_filters_earlier_changes(
 def test_verdict_in_the_agents_session_accepts_cheats_and_is_labelled(
     like: SandboxPool, task: Task
 ) -> None:
-    env = HarborEnv(like, 20.0, verifier="same")
-    try:
+    with contextlib.closing(HarborEnv(like, 20.0, verifier="same")) as env:
         assert play(env, task, *CHEATS["files that end pytest with 0"][:1])[0] == 1.0
         assert play(env, task, HONEST)[0] == 1.0
         assert play(env, task)[0] == 0.0
@@ -267,17 +165,12 @@ def test_verdict_in_the_agents_session_accepts_cheats_and_is_labelled(
         episode.finish(None)
         assert episode.measures["verifier_same"] == 1.0
         episode.close()
-    finally:
-        env.close()
 
 
 def test_keep_restricts_the_changes_of_a_verdict(like: SandboxPool, task: Task) -> None:
-    env = HarborEnv(like, 20.0, keep=["/app"])
-    try:
+    with contextlib.closing(HarborEnv(like, 20.0, keep=["/app"])) as env:
         assert play(env, task, HONEST)[0] == 1.0
         assert play(env, task, SOLVED["solved, with a file in /opt"])[0] == 0.0
-    finally:
-        env.close()
 
 
 def test_tools_read_search_replace_and_run_in_the_working_directory(
@@ -315,12 +208,8 @@ LINES = {
 
 
 def test_console_uses_the_images_python(like: SandboxPool, store: Path) -> None:
-    folder, env = make_folder(store / "console"), HarborEnv(like, 20.0, console=True)
-    (folder / "environment/Dockerfile").write_text("FROM tiny:1\nWORKDIR /app\n")
-    script = '[ "$(python3 solve.py)" = 42 ] && echo 1 > /logs/verifier/reward.txt'
-    (folder / "tests/test.sh").write_text(f"#!/bin/bash\n{script}\n")
-    with Builder() as builder:
-        task = Task(id="console", messages=(), spec=make_row(folder, builder))
+    env = HarborEnv(like, 20.0, console=True)
+    task = add_task(make_folder(store / "console", **SMALL))
     env.begin(task)
     assert (env.answers, HarborEnv(like, 20.0).answers) == (("lines",), ("code", "tools"))
     episode = env.reset(task)
@@ -366,15 +255,11 @@ def test_time_limit_of_a_task_ends_its_episode(fresh: HarborEnv, task: Task) -> 
 def test_script_that_does_not_end_by_itself_scores_0(
     ending: str, fresh: HarborEnv, store: Path
 ) -> None:
-    folder = make_folder(
-        store / f"ends-by-{ending.split()[-1].strip('$-')}", TOML.replace("60", "1")
-    )
-    (folder / "environment/Dockerfile").write_text("FROM tiny:1\n")
+    name = f"ends-by-{ending.split()[-1].strip('$-')}"
     script = f"#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n{ending}\n"
-    (folder / "tests/test.sh").write_text(script)
-    with Builder() as builder:
-        row = make_row(folder, builder)
-    assert play(fresh, Task(id="ends", messages=(), spec=row))[0] == 0.0
+    files: dict[str, Any] = {"Dockerfile": "FROM tiny:1\n", "test_sh": script}
+    task = add_task(make_folder(store / name, TOML.replace("60", "1"), **files))
+    assert play(fresh, task)[0] == 0.0
 
 
 def test_snapshots_of_verdicts_are_deleted(fresh: HarborEnv, task: Task, store: Path) -> None:
@@ -426,11 +311,9 @@ def test_installations_of_tests_are_a_layer_for_verdicts_only(
     network: bool, expected: float, fresh: HarborEnv, store: Path, tmp_path: Path
 ) -> None:
     with served(b"tool") as port, Builder(network=network) as builder:
-        folder = make_folder(tmp_path / f"installs-{network}")
-        (folder / "environment/Dockerfile").write_text("FROM tiny:1\nRUN mkdir /app\n")
-        (folder / "tests/test.sh").write_text(INSTALLING.replace("PORT", str(port)))
-        row = make_row(folder, builder)
-    installed = Task(id="installs", messages=(), spec=row)
+        script, dockerfile = INSTALLING.replace("PORT", str(port)), "FROM tiny:1\nRUN mkdir /app\n"
+        folder = make_folder(tmp_path / f"{network}", Dockerfile=dockerfile, test_sh=script)
+        installed = add_task(folder, builder)
     assert play(fresh, installed, "echo 1 > /app/x")[0] == expected
     assert play(fresh, installed, "echo 2 > /app/x")[0] == 0.0
     assert play(fresh, installed)[0] == 0.0
@@ -439,10 +322,10 @@ def test_installations_of_tests_are_a_layer_for_verdicts_only(
 
 
 def test_build_beyond_the_tasks_time_limit_is_rejected(store: Path, tmp_path: Path) -> None:
-    make_folder(tmp_path / "t", "[environment]\nbuild_timeout_sec = 0.5")
-    (tmp_path / "t/environment/Dockerfile").write_text("FROM tiny:1\nRUN sleep 1000\n")
-    with Builder() as builder, pytest.raises(ValueError, match=r"Dockerfile:2: RUN: .*took too"):
-        make_row(tmp_path / "t", builder)
+    dockerfile = "FROM tiny:1\nRUN sleep 1000\n"
+    make_folder(tmp_path / "t", "[environment]\nbuild_timeout_sec = 0.5", Dockerfile=dockerfile)
+    with pytest.raises(ValueError, match=r"Dockerfile:2: RUN: .*took too"):
+        add_task(tmp_path / "t")
 
 
 SHOP_TESTS = """import subprocess
@@ -456,18 +339,17 @@ def test_change():
 @pytest.fixture(scope="module")
 def shop(task: Task, store: Path) -> Task:
     """The package of test_repair.py, broken, whose function a hidden test runs in a process."""
-    folder = make_folder(store / "shop", TOML.replace("timeout_sec = 60", "timeout_sec = 20"))
+    toml = TOML.replace("timeout_sec = 60", "timeout_sec = 20")
+    dockerfile = f"FROM {task.spec['image']}\nCOPY shop /app/shop\n"
+    files: dict[str, Any] = {"Dockerfile": dockerfile, "test_outputs_py": SHOP_TESTS}
+    package = make_folder(store / "shop", toml, **files) / "environment/shop"
     for path, text in {
-        "tests/test_outputs.py": SHOP_TESTS,
-        "environment/shop/__init__.py": "", "environment/shop/tests/__init__.py": "",
-        "environment/shop/prices.py": PRICES.replace("left >= coin", "left > coin"),
-        "environment/shop/tests/test_prices.py": PRICE_TESTS,
-        "environment/Dockerfile": f"FROM {task.spec['image']}\nCOPY shop /app/shop\n",
+        "__init__.py": "", "tests/__init__.py": "", "tests/test_prices.py": PRICE_TESTS,
+        "prices.py": PRICES.replace("left >= coin", "left > coin"),
     }.items():  # fmt: skip
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-    with Builder() as builder:
-        return Task(id="shop", messages=(), spec=make_row(folder, builder))
+        (package / path).parent.mkdir(parents=True, exist_ok=True)
+        (package / path).write_text(text)
+    return add_task(package.parents[1])
 
 
 AROUND = (
@@ -499,24 +381,11 @@ def test_honest_repair_scores_1(fresh: HarborEnv, shop: Task) -> None:
 
 
 EXAMPLES = ROOT / "agentgrpo/examples/harbor"
-LAZY = {
-    "reward": REWARD,
-    "reward.json": "mkdir -p /logs/verifier; echo '{\"reward\": 1}' > /logs/verifier/reward.json",
-    "the tests are replaced": f"mkdir -p /tests; printf '#!/bin/sh\\n{REWARD}\\n' > /tests/test.sh",
-    "files of all": "find /app -type f | while read -r f; do : > $f; done; for f in errors totals largest both; do echo 1 > /app/$f.txt; done",
-    "no files": "rm -rf /app/*",
-    "other tools": f"for t in cat find cmp tr sort sed wc; do printf '#!/bin/sh\\n{REWARD}; kill -9 $PPID\\n' > /opt/$t; chmod +x /opt/$t; mv -f /opt/$t /usr/bin/$t; done",
-    "another sh": f"printf '#!/bin/bash\\n{REWARD}\\n' > /opt/sh; chmod +x /opt/sh; mv -f /opt/sh /usr/bin/sh",
-    "a process": f"(while :; do {REWARD}; sleep 0.01; done) > /dev/null 2>&1 & disown",
-}
 
 
 @pytest.fixture(scope="module")
 def examples(store: Path) -> list[Task]:
-    add_tiny_image("debian:12", python=False, tools=[*TOOLS, "awk", "cut", "cmp"])
-    with Builder() as builder:
-        rows = [make_row(folder, builder) for folder in folders_of(EXAMPLES)]
-    return [Task(id=row["id"], messages=(), spec=row) for row in rows]
+    return [add_task(folder) for folder in folders_of(EXAMPLES)]
 
 
 @pytest.mark.slow
@@ -548,46 +417,21 @@ def test_cheats_in_examples_score_0(examples: list[Task], fresh: HarborEnv) -> N
 
 def test_heldout_rows_have_other_instructions(store: Path, tmp_path: Path) -> None:
     for name in "abcde":
-        make_folder(tmp_path / "tasks" / name)
-        (tmp_path / "tasks" / name / "environment/Dockerfile").write_text("FROM tiny:1\n")
+        make_folder(tmp_path / "tasks" / name, Dockerfile="FROM tiny:1\n")
     (tmp_path / "tasks/e/task.toml").write_text("[environment]\ngpus = 1")
     shutil.copy(tmp_path / "tasks/a/instruction.md", tmp_path / "tasks/b/instruction.md")
     train, *_ = write_rows([str(tmp_path / "tasks")], tmp_path / "c.toml", network=False)
-    parts = [Path(train).read_text(), (tmp_path / "c.heldout.jsonl").read_text()]
-    ids = [
-        {name for name in "abcde" if f'"id": "{name}"' in part or f'"id":"{name}"' in part}
-        for part in parts
-    ]
-    assert ids[0] | ids[1] == {*"abcd"}
-    assert not ids[0] & ids[1]
-    assert ids[1]
-    assert any({"a", "b"} <= part for part in ids)
-
-
-NUMBERS = """FROM tiny:1
-RUN for n in 0 1 2 3 4 5 6 7 8 9; do \\
-    printf '#!/bin/sh\\nexpr %s %% 2 > /app/parity\\n' $n > /usr/bin/$n; chmod +x /usr/bin/$n; done
-WORKDIR /app
-"""
-PARITY = """#!/bin/bash
-echo $(( $(cat /app/parity) == WANTED )) > /logs/verifier/reward.txt
-"""
-
-
-def make_numbers(folder: Path) -> Path:
-    """Two tasks that the stand-in of tests/quick.py, whose code is a number, solves at times."""
-    for wanted in "01":
-        task = make_folder(folder / f"parity-{wanted}", TOML)
-        (task / "environment/Dockerfile").write_text(NUMBERS)
-        (task / "tests/test.sh").write_text(PARITY.replace("WANTED", wanted))
-        (task / "solution/solve.sh").write_text(f"#!/bin/bash\necho {wanted} > /app/parity\n")
-    return folder
+    paths = (Path(train), tmp_path / "c.heldout.jsonl")
+    trained, heldout = ({row["id"] for row in read_lines(path)} for path in paths)
+    assert heldout
+    assert sorted([*trained, *heldout]) == [*"abcd"]
+    assert {"a", "b"} <= trained or {"a", "b"} <= heldout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_init_and_train_on_folders(
-    store: Path, tmp_path: Path, agent_model: Path, capsys: pytest.CaptureFixture[str]
+    store: Path, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`agentgrpo harbor check`, `agentgrpo init --harbor`, then a run whose engine is a stand-in."""
     folder, config = make_numbers(tmp_path / "tasks"), tmp_path / "c.toml"
@@ -597,7 +441,7 @@ def test_init_and_train_on_folders(
         *("rollout.tasks_per_step=1", "rollout.group_size=4", "steps=2", f"out_dir={tmp_path}/run"),
         *("engine.max_model_len=1024", "learner.max_tokens=1024", "rollout.max_turn_tokens=64"),
     ]
-    assert init.main([str(agent_model), "--harbor", str(folder), "-o", str(config), *more]) == 0
+    assert init.main([str(tiny_model), "--harbor", str(folder), "-o", str(config), *more]) == 0
     command = [sys.executable, "-m", "tests.quick", "train", str(config)]
     env = warm.environment(XDG_CACHE_HOME=str(store / "cache"))
     ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -625,20 +469,17 @@ TURNS = {  # what the policy writes: the reward, the status, whether the program
     "true": (0.0, Status.COMPLETED, 0.0),
     f"{HONEST}; exit 3": (1.0, Status.COMPLETED, 1.0),
     f"{HONEST}; kill -9 $PPID": (1.0, Status.COMPLETED, 1.0),
-    "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt": (
-        0.0,
-        Status.COMPLETED,
-        0.0,
-    ),
-    "echo 42 > /installed-agent/x; echo 'print(open(\"/installed-agent/x\").read())' > solve.py": (
-        0.0,
-        Status.COMPLETED,
-        0.0,
-    ),
-}
+    f"mkdir -p /tests; {REWARD}": (0.0, Status.COMPLETED, 0.0),
+    "echo 42 > /installed-agent/x; echo 'print(open(\"/installed-agent/x\").read())' > solve.py": (0.0, Status.COMPLETED, 0.0),
+}  # fmt: skip
 
 
-QUESTION = ({"role": "user", "content": "Make /app/solve.py print 42."},)
+def make_program(folder: Path, code: str) -> Path:
+    """PROGRAM and its module. `code`: an expression, the commands for a `text` of the policy."""
+    folder.mkdir()
+    (folder / "__main__.py").write_text(PROGRAM)
+    (folder / "code_in.py").write_text(f"def code_in(text): return {code}\n")
+    return folder
 
 
 def program_agent(env: HarborEnv, files: list[Path], **options: Any) -> ProgramAgent:
@@ -650,16 +491,9 @@ def program_agent(env: HarborEnv, files: list[Path], **options: Any) -> ProgramA
 
 def test_a_program_acts_in_the_session_that_is_judged(store: Path, tmp_path: Path) -> None:
     """A folder of a program and its packages, by the image's python3, at one turn a rollout."""
-    agent, folder = tmp_path / "agent", make_folder(tmp_path / "program")
-    agent.mkdir()
-    (agent / "__main__.py").write_text(PROGRAM)
-    code = "def code_in(text): return text.partition('<code>')[2].partition('</code>')[0]"
-    (agent / "code_in.py").write_text(code)
-    (folder / "environment/Dockerfile").write_text("FROM tiny:1\nWORKDIR /app\n")
-    script = '[ "$(python3 solve.py)" = 42 ] && echo 1 > /logs/verifier/reward.txt'
-    (folder / "tests/test.sh").write_text(f"#!/bin/bash\n{script}\n")
-    with Builder() as builder:
-        task = Task(id="program", messages=QUESTION, spec=make_row(folder, builder))
+    code = "text.partition('<code>')[2].partition('</code>')[0]"
+    agent = make_program(tmp_path / "agent", code)
+    task = add_task(make_folder(tmp_path / "program", **SMALL))
     engine = scripted(lambda number, _: turn(f"<code>{[*TURNS][number]}</code>"))
     late = scripted(lambda *_: turn("<code>sleep 1000</code>"))
     with (
@@ -667,9 +501,13 @@ def test_a_program_acts_in_the_session_that_is_judged(store: Path, tmp_path: Pat
         contextlib.closing(HarborEnv(pool, 20.0)) as env,
     ):
         launcher = cast(Any, launcher_of(program_agent(env, [agent])))
-        (group,) = played(launcher, engine, n=len(TURNS), env=env, of=[task], max_turn_tokens=200)[
-            0
-        ]
+        options: dict[str, Any] = {
+            "n": len(TURNS),
+            "env": env,
+            "of": [task],
+            "max_turn_tokens": 200,
+        }
+        (group,) = played(launcher, engine, **options)[0]
         slow = alone(launcher, late, env=env, of=[task], timeout_s=2)
     assert (slow.status, slow.rewards["solved"]) == (Status.TIMED_OUT, 0.0)
     results = {}
@@ -678,13 +516,37 @@ def test_a_program_acts_in_the_session_that_is_judged(store: Path, tmp_path: Pat
         assert rollout.segments[-1].sampled  # trained on
         text = TOKENIZER.decode(rollout.segments[-1].token_ids)
         code = text.partition("<code>")[2].partition("</code>")[0]
-        results[code] = (
-            rollout.rewards["solved"],
-            rollout.status,
-            rollout.stats.get("program_failed", 0.0),
-        )
+        failed = rollout.stats.get("program_failed", 0.0)
+        results[code] = (rollout.rewards["solved"], rollout.status, failed)
         assert rollout.answer == "/app"
     assert results == TURNS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_program_in_a_task_is_trained_and_verified(
+    examples: list[Task], store: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    """The program solves the task if the text of the random model has an odd length."""
+    solution = (EXAMPLES / "sum-column/solution/solve.sh").read_text()
+    make_program(tmp_path / "agent", f"({solution!r} if len(text) % 2 else 'true')")
+    settings = [
+        "agent.kind=program", 'agent.options={command=["python", "agent"], files=["agent"]}',
+        "out_dir=run", "steps=2", "eval_every=0", "rollout.tasks_per_step=1",
+        "rollout.group_size=4", "rollout.max_turn_tokens=24", "engine.max_model_len=320",
+        "engine.kv_cache_gib=0.0625", "learner.max_tokens=2048", "learner.learning_rate=1e-3",
+    ]  # fmt: skip
+    folders = ["--harbor", f"{EXAMPLES / 'find-largest'}", "--harbor", f"{EXAMPLES / 'sum-column'}"]
+    assert init.main([f"{tiny_model}", *folders, "-o", f"{tmp_path}/c.toml", *settings]) == 0
+    cache = str(store / "cache")
+    train = warm.Command("-m", "agentgrpo.train", "c.toml", cwd=tmp_path, XDG_CACHE_HOME=cache)
+    out, err = train.communicate(800)
+    assert train.returncode == 0, out + err
+    report = verify_run(tmp_path / "run")
+    assert report.faults == []
+    assert report.learned == report.terms > 0
+    played = read_lines(tmp_path / "run/rollouts.jsonl")
+    assert {record["rewards"]["solved"] for record in played} == {0.0, 1.0}
 
 
 @pytest.mark.parametrize(
@@ -699,11 +561,9 @@ def test_a_program_that_could_not_be_judged_is_refused(
     like: SandboxPool, store: Path, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     add_tiny_image("nopython", python=False)
-    folder, env = make_folder(tmp_path / "bare"), HarborEnv(like, 20.0)
-    (folder / "environment/Dockerfile").unlink()
-    (folder / "task.toml").write_text('[environment]\ndocker_image = "nopython"\n')
-    with Builder() as builder:
-        env.begin(Task(id="bare", messages=(), spec=make_row(folder, builder)))
+    env = HarborEnv(like, 20.0)
+    toml = '[environment]\ndocker_image = "nopython"\n'
+    env.begin(add_task(make_folder(tmp_path / "bare", toml)))
     (tmp_path / "agent.py").touch()
     files = options.pop("files", [tmp_path / "agent.py"])
     with contextlib.closing(env), pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@ from agentgrpo.envs.harbor_tasks import read_task
 from agentgrpo.sandbox.isolation.images import Image
 from agentgrpo.sandbox.isolation.snapshots import Kept
 from agentgrpo.train.resolve import resolve
-from tests.envs.test_harbor import make_folder
+from tests.envs.harbor_folders import make_folder
 
 KEPT = {
     ("app", True): "ALL", ("app/x/y", False): "ALL", ("app", False): "NO", ("usr", True): "NO",

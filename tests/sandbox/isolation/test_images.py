@@ -3,7 +3,6 @@
 import contextlib
 import gzip
 import hashlib
-import http.server
 import io
 import json
 import os
@@ -15,7 +14,6 @@ import sys
 import tarfile
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -220,23 +218,15 @@ LAYERS = {
     "removed, nothing below": ("f=1", "x/.wh.g=", "f=1"),
     "a directory removed and made again": ("d/ d/f=1", ".wh.d= d/ d/g=2", "d/ d/g=2"),
     "opaque": ("d/f=1 d/e/f=1", "d/ d/.wh..wh..opq= d/e/g=2", "d/ d/e/ d/e/g=2"),
-    "through a link below": (
-        "usr/lib/ lib->usr/lib",
-        "lib/x=2",
-        "lib->usr/lib usr/ usr/lib/ usr/lib/x=2",
-    ),
-    "through a link that climbs": (
-        "a/b/ a/l->../../../a/b",
-        "a/l/x=2",
-        "a/ a/b/ a/b/x=2 a/l->../../../a/b",
-    ),
+    "through a link below": ("b/ a->b", "a/x=2", "a->b b/ b/x=2"),
+    "through a link that climbs": ("b/ l->../../b", "l/x=2", "b/ b/x=2 l->../../b"),
     "a file in place of a directory": ("d/f=1", "d=2", "d=2"),
     "a directory in place of a file": ("d=1", "d/ d/f=2", "d/ d/f=2"),
     "a directory in place of a link": ("e/f=1 d->e", "d/ d/g=2", "d/ d/g=2 e/ e/f=1"),
     "a hard link to a file below": ("f=1", "g=>f", "f=1 g=1"),
     "a hard link, then the file": ("f=1", "g=>f f=2", "f=2 g=1"),
     "names with ./ and /": ("./d// /d/f=1", "./d/g=2", "d/ d/f=1 d/g=2"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("title", LAYERS)
@@ -431,11 +421,8 @@ def test_processes_can_add_the_same_layers_at_once(tmp_path: Path) -> None:
         for name in names
     ]
     assert [process.wait(60) for process in started] == [0, 0, 0]
-    layers = {image.layers for image in list_images()}
-    assert len(layers) == 1
-    assert {path.name for path in (store_dir() / "layers").iterdir()} == {
-        Path(layer).name for layer in layers.pop()
-    }
+    (layers,) = {image.layers for image in list_images()}
+    assert {str(path) for path in (store_dir() / "layers").iterdir()} == {*layers}
 
 
 def test_leftovers_of_a_killed_process_are_replaced(tmp_path: Path) -> None:
@@ -487,9 +474,8 @@ def test_an_unprivileged_user_can_add_an_image(tmp_path: Path) -> None:
     home = Path(tempfile.mkdtemp(dir="/tmp"))
     try:
         home.chmod(0o777)
-        source = packed(
-            write_layout(tmp_path / "s", ROOT, tar_of("etc/.wh.os= b=1")), home / "s.tar"
-        )
+        layout = write_layout(tmp_path / "s", ROOT, tar_of("etc/.wh.os= b=1"))
+        source = packed(layout, home / "s.tar")
         package = home / "agentgrpo"
         shutil.copytree(Path(agentgrpo.__path__[0], "sandbox"), package / "sandbox")
         shutil.copytree(Path(agentgrpo.__path__[0], "support"), package / "support")
@@ -503,117 +489,11 @@ def test_an_unprivileged_user_can_add_an_image(tmp_path: Path) -> None:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        files = [
-            path.lstat() for path in (home / "cache" / "agentgrpo" / "images" / "layers").rglob("*")
-        ]
+        files = [path.lstat() for path in (home / "cache/agentgrpo/images/layers").rglob("*")]
         assert {info.st_uid for info in files} == {65534}
         assert any(is_whiteout(info) for info in files)
     finally:
         shutil.rmtree(home)
-
-
-# a registry
-
-
-class Registry(http.server.BaseHTTPRequestHandler):
-    """One image, behind a token; blobs are on another host."""
-
-    folder: Path
-    requests: list[tuple[str, str | None]]
-    wrong = ""
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        token = self.headers.get("Authorization")
-        self.requests.append((self.path, token))
-        host = f"http://{self.headers['Host']}"
-        match = re.fullmatch(r"/v2/org/x/(manifests|blobs)/(.*)", self.path)
-        if self.path.startswith("/token"):
-            self._send(200, json.dumps({"token": "t"}).encode())
-        elif self.path.startswith("/cdn/"):
-            data = self._blob(self.path[5:])
-            self._send(200, data[::-1] if self.wrong == "blob" else data)
-        elif match is None:
-            self._send(404, b"")
-        elif token != "Bearer t":
-            challenge = f'Bearer realm="{host}/token",service="s",scope="repository:org/x:pull"'
-            self._send(401, b"", ("WWW-Authenticate", challenge))
-        elif match[1] == "blobs":
-            other = host.replace("127.0.0.1", "localhost")
-            self._send(307, b"", ("Location", f"{other}/cdn/{match[2].removeprefix('sha256:')}"))
-        elif match[2] == "v1":
-            self._send(200, (self.folder / "index.json").read_bytes())
-        elif match[2].startswith("sha256:"):
-            data = (
-                self.folder / "blobs" / "sha256" / match[2].removeprefix("sha256:")
-            ).read_bytes()
-            self._send(200, data + b" " if self.wrong == "manifest" else data)
-        else:
-            self._send(404, b"")
-
-    def _blob(self, name: str) -> bytes:
-        return (self.folder / "blobs" / "sha256" / name).read_bytes()
-
-    def _send(self, code: int, data: bytes, *headers: tuple[str, str]) -> None:
-        self.send_response(code)
-        for name, value in (*headers, ("Content-Length", str(len(data)))):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(
-            data[:-9] if self.wrong == "cut" and self.path.startswith("/cdn") else data
-        )
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[tuple[type[Registry], str]]:
-    folder = write_layout(tmp_path / "registry", ROOT)
-
-    class Handler(Registry):
-        pass
-
-    Handler.folder, Handler.requests = folder, []
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield Handler, f"docker://127.0.0.1:{server.server_port}/org/x"
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("by", ["tag", "digest"])
-def test_an_image_is_pulled_from_a_registry(registry: tuple[type[Registry], str], by: str) -> None:
-    handler, name = registry
-    digest = json.loads((handler.folder / "index.json").read_text())["manifests"][0]["digest"]
-    image = add_image("x", f"{name}:v1" if by == "tag" else f"{name}@{digest}")
-    assert image.digest == digest
-    assert shown(image) == "bin->usr/bin etc/ etc/os=one"
-    blobs = [token for path, token in handler.requests if path.startswith("/cdn/")]
-    assert blobs == [None, None]  # the other host gets no token
-    assert [path for path, _ in handler.requests if path.startswith("/token")] == [
-        "/token?service=s&scope=repository%3Aorg%2Fx%3Apull"
-    ]
-
-
-@pytest.mark.parametrize("wrong", ["manifest", "blob", "cut"])
-def test_wrong_content_from_a_registry_is_refused(
-    registry: tuple[type[Registry], str], wrong: str
-) -> None:
-    handler, name = registry
-    digest = json.loads((handler.folder / "index.json").read_text())["manifests"][0]["digest"]
-    handler.wrong = wrong
-    with pytest.raises(ImageError):
-        add_image("x", f"{name}@{digest}")
-    assert list(store_dir().glob("*/*")) == []
-
-
-def test_registry_references_are_parsed(registry: tuple[type[Registry], str]) -> None:
-    with pytest.raises(ImageError, match="404"):
-        add_image("x", f"{registry[1]}:v2")
-    for reference in ("docker://", "docker://UPPER", "docker://x@sha256:12", "docker://a b"):
-        with pytest.raises(ImageError, match="expected docker://"):
-            add_image("x", reference)
 
 
 def test_errors_name_similar_images_and_the_unreachable_source(
