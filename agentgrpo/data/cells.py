@@ -16,8 +16,18 @@ from agentgrpo.programs.messages import ROLES, ChatMessage, Message, Role, with_
 MISSING = object()
 """Value of a column or field that a row does not have."""
 PART = re.compile(r"\{([^{}]+)\}")
-KEYS, NAMES = {"from": "role", "value": "content"}, {**ROLES, "human": "user", "gpt": "assistant"}
-"""ShareGPT's keys and roles, and other names of roles, with their standard names."""
+KEYS = {"from": "role", "value": "content"}
+NAMES = {
+    **ROLES, **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "ipython"), "tool"),
+}  # fmt: skip
+"""Keys and roles of ShareGPT and others, with their standard names."""
+CHAT_TEXT = re.compile(
+    r"""\s*(?:array\()?\[\s*\{.*['"](?:role|from)['"]\s*:\s*['"](?:user|human|system)['"].*[\])]\s*""",
+    re.DOTALL,
+)
+"""Matches messages as text that is no literal, such as NumPy prints."""
 
 
 def cell(row: dict[str, Any], path: str) -> Any:
@@ -104,6 +114,11 @@ def messages_of(question: Any, column: str, *, drop_last: bool) -> list[Message]
     raw = _decoded(question)
     is_chat = isinstance(raw, list) and bool(raw) and all(map(_is_message, raw))
     if isinstance(question, str) and not is_chat:
+        if CHAT_TEXT.fullmatch(question):
+            raise ValueError(
+                f"column {column!r}: expected text or messages, got messages that are neither JSON "
+                f"nor a Python literal: {question!r:.80}"
+            )
         raw = [{"role": "user", "content": question}]
     if not isinstance(raw, list) or not raw:
         raise ValueError(f"column {column!r}: expected text or messages, got {question!r:.80}")
@@ -132,7 +147,7 @@ def message_of(raw: Any, where: str) -> Message:
         raise ValueError(f"{where}: expected {{'role': text, 'content': text}}, got {raw!r:.80}")
     fields = {KEYS.get(key, key): value for key, value in _without_nulls(raw).items()}
     name = str(fields.get("role"))
-    role = NAMES.get(name.lower(), name.lower())
+    role = NAMES.get(name.strip().lower(), name.strip().lower())
     role, known_role = (role, role) if role in get_args(Role) else (name, "user")
     try:
         parsed = ChatMessage.model_validate({**fields, "role": known_role}).to_message()

@@ -20,7 +20,7 @@ from typing import Any
 from agentgrpo.data.cells import MISSING, cell, messages_of, require_cell, require_plain
 from agentgrpo.data.tasks import RowTasks
 from agentgrpo.support.atomic_files import numbered_rows
-from agentgrpo.support.files import looks_like_path, not_found, opened
+from agentgrpo.support.files import looks_like_path, not_found, opened, read_json, read_text
 from agentgrpo.support.optional_deps import import_optional
 from agentgrpo.types import Task
 
@@ -60,7 +60,12 @@ def read_tasks(
         try:
             row = _row(value, kept_columns)
             raw_question, *others = [require_cell(row, column) for column in required]
-            task_id = f"{name}:{number}" if id is None else str(others[-1])
+            task_id = f"{name}:{number}" if id is None else others[-1]
+            if not isinstance(task_id, str | int | float) or task_id == "":
+                raise ValueError(
+                    f"data.id = {id!r}: expected text or a number, got {task_id!r:.80}"
+                )
+            task_id = str(task_id)
             if task_id in tasks:
                 raise ValueError(f"the id {task_id!r} appears twice")
             messages = [
@@ -85,7 +90,7 @@ Rows = Iterator[tuple[Path | str, int, Any]]
 """(file or dataset, the row's number in it from 1, the row)."""
 
 
-def _numbered(name: str, rows: Iterable[Any]) -> Rows:
+def _numbered(name: Path | str, rows: Iterable[Any]) -> Rows:
     yield from ((name, number, row) for number, row in enumerate(rows, start=1))
 
 
@@ -98,11 +103,21 @@ def _reader(path: Path) -> Callable[[Path], Rows]:
         return _parquet
     if path.suffix in (".jsonl", ".json", ".ndjson"):
         return _json_lines
-    raise ValueError(f"{path}: expected a .jsonl or .parquet file, or a saved dataset's directory")
+    raise ValueError(
+        f"{path}: expected a .jsonl or .parquet file, or a saved dataset's directory. Convert "
+        'others, such as CSV by datasets.Dataset.from_csv("a.csv").to_json("a.jsonl")'
+    )
 
 
 def _json_lines(path: Path) -> Rows:
-    yield from ((path, number, row) for number, row in numbered_rows(path))
+    """The rows of JSON lines, or of a .json file that is one list."""
+    try:
+        if path.suffix == ".json" and read_text(path).lstrip()[:1] == "[":
+            yield from _numbered(path, read_json(path, unique=True))
+        else:
+            yield from ((path, *row) for row in numbered_rows(path, unique=True))
+    except ValueError as error:
+        raise ValueError(f"{error}; expected one JSON object per line, in UTF-8") from None
 
 
 def _parquet(path: Path) -> Rows:

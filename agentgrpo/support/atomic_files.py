@@ -36,17 +36,20 @@ def read_lines(path: Path | str) -> list[Any]:
     return [row for _, row in numbered_rows(path)]
 
 
-def numbered_rows(path: Path | str, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
+def numbered_rows(
+    path: Path | str, *, growing: bool = False, unique: bool = False
+) -> Iterator[tuple[int, Any]]:
     """Yield (line number from 1, row) of a JSON-lines file; blank lines are skipped.
 
-    `growing`: a last line without a newline is still being written, and is skipped.
+    `growing`: a last line without a newline is still being written, and is skipped. `unique`: as in
+    from_json().
     """
     with opened(Path(path)) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip() or (growing and not line.endswith(b"\n")):
                 continue
             try:
-                row = from_json(line)
+                row = from_json(line, unique=unique)
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
             yield number, row

@@ -97,20 +97,27 @@ def read_text(path: Path) -> str:
         return file.read().decode("utf-8-sig")
 
 
-def from_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError("not JSON: ...")."""
+def from_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """The value of a JSON text; ValueError("not JSON: ..."). `unique`: also if a key repeats."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
     except (ValueError, RecursionError) as error:  # bad JSON or bad UTF-8
         reason = _nested(error) if text.strip() else "it is empty"
         raise ValueError(f"not JSON: {reason}") from None
 
 
-def read_json(path: Path) -> Any:
-    """The value of a JSON file; errors as in opened()."""
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError(f"a key appears twice in {[key for key, _ in pairs]!r:.200}")
+    return table
+
+
+def read_json(path: Path, *, unique: bool = False) -> Any:
+    """The value of a JSON file; errors as in opened(), `unique` as in from_json()."""
     text = read_text(path)
     try:
-        return from_json(text)
+        return from_json(text, unique=unique)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

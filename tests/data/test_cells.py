@@ -23,6 +23,11 @@ KILT = {"q": "Who?", "output": [{"answer": "Ada"}, {"answer": None}, {"answer": 
 MMLU = {"question": "Which?", "choices": ["red", "blue"], "answer": 1}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+PRINTED = (  # messages as NumPy prints them, and as a cell of a table that was cut
+    "[{'content': '2+2?', 'role': 'user'}\n {'content': '4', 'role': 'assistant'}]",
+    "array([{'role': 'user', 'content': '2+2?'}], dtype=object)",
+    '[{"role": "user", "content": "2+2?"}, {"role": "assist...]',
+)
 LOG: list[dict[str, Any]] = [
     USER,
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -100,6 +105,11 @@ def test_columns_keep_the_columns_of_paths(tmp_path: Path) -> None:
         (MMLU, {"question": "{question} {choices}"},
          "column 'choices': expected text, got ['red', 'blue']. Use 'choices.0'"),
         (VERL, {"question": "{reward_model}"}, "Use 'reward_model.ground_truth'"),
+        *(({"question": text, "answer": "4"}, {}, "got messages that are neither JSON nor a Python")
+          for text in PRINTED),
+        *(({"question": "2+2?", "answer": 4, "key": key}, {"id": "key"},
+           f"data.id = 'key': expected text or a number, got {key!r}")
+          for key in ({"a": 1}, ["a"], "")),
     ],
 )  # fmt: skip
 def test_unreadable_cell_is_named(
@@ -117,6 +127,11 @@ def test_unreadable_cell_is_named(
         ({"role": "human", "content": "x"}, {"role": "user", "content": "x"}),
         ({"from": "human", "value": "x"}, {"role": "user", "content": "x"}),
         ({"from": "gpt", "value": "x"}, {"role": "assistant", "content": "x"}),
+        ({"from": "chatgpt", "value": "x"}, {"role": "assistant", "content": "x"}),
+        ({"from": "Human ", "value": "x"}, {"role": "user", "content": "x"}),
+        ({"role": "prompter", "content": "x"}, {"role": "user", "content": "x"}),
+        ({"role": "model", "content": "x"}, {"role": "assistant", "content": "x"}),
+        ({"from": "observation", "value": "x"}, {"role": "tool", "content": "x"}),
         ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),
         ({"role": "function", "content": "x", "name": "f"},
          {"role": "tool", "content": "x", "name": "f"}),

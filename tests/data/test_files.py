@@ -107,13 +107,45 @@ def test_unrecordable_spec_is_an_error(value: Any, message: str) -> None:
         require_recordable(given)
 
 
+ROW = '{"question": "a", "answer": 1}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.json", f"[{ROW},\n {ROW}]", 2),
+        ("a.json", f"{ROW}\n{ROW}\n", 2),
+        ("a.jsonl", f"\ufeff{ROW}\r\n\r\n{ROW}", 2),
+        ("a.jsonl", f"{ROW}\n{ROW},", r"a.jsonl:2: not JSON: .*one JSON object per line, in UTF-8"),
+        ("a.json", "[1]", "a.json:1: expected a JSON object, got int"),
+        ("a.json", f"[{ROW}", "a.json: not JSON"),
+        (
+            "a.jsonl",
+            '{"question": "a", "answer": 1, "answer": 2}',
+            "a key appears twice in .*'answ",
+        ),
+        ("a.jsonl", '{"question": "caf\udce9", "answer": 1}', "a.jsonl:1: not JSON: 'utf-8' codec"),
+    ],
+)
+def test_json_files_as_people_have_them(
+    tmp_path: Path, name: str, content: str, expected: int | str
+) -> None:
+    (tmp_path / name).write_bytes(content.encode(errors="surrogateescape"))
+    if isinstance(expected, int):
+        ids = [f"{name}:{number}" for number in (1, 2 + ("\r" in content))]
+        assert [task.id for task in read_tasks(tmp_path / name).rows] == ids
+        return
+    with pytest.raises(ValueError, match=expected):
+        read_tasks(tmp_path / name)
+
+
 def test_unsupported_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x")
     (tmp_path / "bad.parquet").write_text("x")
     (tmp_path / "dir" / "train").mkdir(parents=True)
     (tmp_path / "dir" / "train" / "state.json").write_text("{}")
     for name, message in (
-        ("a.csv", r"a\.csv: expected a \.jsonl or \.parquet file"),
+        ("a.csv", r"a\.csv: expected a \.jsonl or \.parquet file.*from_csv"),
         ("bad.parquet", "not a Parquet file"),
         ("dir", "use one of its splits: train"),
     ):
