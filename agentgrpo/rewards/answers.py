@@ -55,6 +55,17 @@ NOT_A_NUMBER = re.compile(
     r"^\s*[\[{][^,:\]}]*[,:]|\\(?:[dt]?frac|sqrt|pi|infty|log|ln|sin|cos|tan|begin)"
 )
 """Matches an expected answer that is a list, an object or a formula."""
+NOT_ALONE = re.compile(
+    r"(?<![a-z])(?:sqrt|pi|log|ln|sin|cos|tan|hundred|thousand|million|billion|trillion|dozen)"
+    r"(?![a-z])|[\u03c0\u221a\u00b1]|\d(?:!|\.\.|\u2026|[ixyz]\b|_\d\d?(?!\d))",
+    re.IGNORECASE,
+)
+"""Matches a short expected answer that is more than its number: 2pi, 5!, 0.333..., 3 million."""
+UNIT_POWER = re.compile(r"(?<=[a-z])[23](?!\w)|²")  # km2
+STATED = re.compile(r"=|\b(?:is|are|was|were|equals)\b")
+MAX_WORDS = (
+    9  # a longer expected answer is a solution, which may have other numbers before its last
+)
 
 
 Number = Decimal | Fraction
@@ -147,14 +158,24 @@ def expected_numbers(task: Task) -> list[Number]:
     for text in accepted_answers(task):
         last = text.rpartition("####")[2].rpartition("\\boxed")[2]
         number = last_number(last)
-        if number is None or NOT_A_NUMBER.search(_normalize_latex(last)):
+        if number is None or _is_ambiguous(_normalize_latex(last)):
             raise ValueError(
-                f"task {task.id}: {'more than a' if number else 'no'} number in the answer "
+                f"task {task.id}: {'no' if number is None else 'more than a'} number in the answer "
                 f"{text!r:.400}, and reward.kind = 'numeric' compares numbers; 'math' compares "
                 "formulas, 'text' texts, 'choice' the letters of options"
             )
         expected.append(number)
     return expected
+
+
+def _is_ambiguous(text: str) -> bool:
+    """Whether an expected answer is more than a number: 12:30, 3,14, 2 hours 30 minutes, 2pi."""
+    stated = STATED.split(text)[-1]
+    if NOT_A_NUMBER.search(text) or len(stated.split()) > MAX_WORDS:
+        return NOT_A_NUMBER.search(text) is not None
+    rest, count = NUMBER.subn(" ", stated)
+    has_digits = any(unicodedata.category(c)[0] == "N" for c in UNIT_POWER.sub("", rest))
+    return count > 1 or has_digits or NOT_ALONE.search(stated) is not None
 
 
 # -- mathematics -----------------------------------------------------------------------------------

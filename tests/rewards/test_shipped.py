@@ -120,6 +120,32 @@ def test_expected_answer_that_is_not_text_or_number_is_rejected(answer: Any) -> 
 
 
 @pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("5 m2", "5"), ("10 km/h", "10"), ("5 cm^3 of it", "5"), ("USD 1,234", "1234"),
+        ("12%", "12"), ("It is 5.", "5"), ("3 + 4 = 7", "7"), ("x = -5", "-5"), (r"\$5", "5"),
+        ("1st", "1"), ("She has 3 and gets 4 more, so there are 7 apples in all.", "7"),
+        ("3 apples and 4 pears and 2 plums make 9 fruits", "9"),
+        *dict.fromkeys(
+            ("5 dollars and 20 cents", "2 hours 30 minutes", "6 ft 2 in", "12:30", "3:45 PM",
+             "2021-05-06", "12/25/2024", "10-12", "10 to 12", "5 or 6", "(3, 4)", "3 : 2", "7 R2",
+             "3,14", "1.000,50", "1.000.000", "1,00,000", "3.(3)", "0.333...", "2\xbd",
+             "1011_2", "sqrt(2)", "2pi", "pi/4", "5\xb11", "5!", "2i",
+             "3x+2", "1.5 million", "2\N{SQUARE ROOT}")
+        ).items(),
+    ],
+)  # fmt: skip
+def test_expected_answer_with_more_than_a_number_is_rejected(answer: str, number: str) -> None:
+    """The last number was expected: 30 of 12:30, 14 of 3,14, 0 of 1,00,000."""
+    task = Task(id="q", messages=(), spec={"answer": answer})
+    if number:
+        assert expected_numbers(task) == [Decimal(number)]
+        return
+    with pytest.raises(ValueError, match="task q: more than a number in the answer"):
+        expected_numbers(task)
+
+
+@pytest.mark.parametrize(
     ("question", "answer", "held"),
     [
         ("What is 60 * 64? Answer: 3840", "3840", True),
