@@ -405,7 +405,7 @@ def names_of(
         names = {name: name for name in tested}
     implied = {*imported, *filter(None, [entry_point])} - {"*"}
     names = {**{name: name for name in sorted(implied)}, **names}
-    _require_no_inspection(tests, {*names})
+    _require_separable(tests, {*names})
     if not names:
         raise InvalidArgumentException(
             "'tests' use nothing of the answer, so they pass any program. Call it by its name, "
@@ -450,8 +450,10 @@ def _imports(
     return tuple(imports), frozenset().union(*imports.values()), frozenset(values)
 
 
-def _require_no_inspection(tests: str, tested: set[str]) -> None:
-    """Raise ValueError for tests that read the source, signature or docstring of the answer."""
+def _require_separable(tests: str, tested: set[str]) -> None:
+    """Raise ValueError for tests that work only in the answer's process: they read its source or
+    classes, or replace what it uses.
+    """
     nodes, names = [*ast.walk(ast.parse(tests, "<tests>"))], {"inspect"}
     for node in nodes:
         match node:
@@ -465,11 +467,23 @@ def _require_no_inspection(tests: str, tested: set[str]) -> None:
                 looks = f"{ast.unparse(node.func)}()"
             case ast.Attribute(ast.Name(name), attr) if name in tested and attr[:2] == "__":
                 looks = ast.unparse(node)
+            case ast.Call(ast.Name("isinstance"), [_, ast.Name(name)]) if name in tested:
+                looks = ast.unparse(node)
+            case ast.ClassDef(bases=[ast.Name(name), *_]) if name in tested:
+                looks = f"{name} as a base class"
+            case ast.Call(ast.Name("patch") | ast.Attribute(attr="patch")) | ast.arg("monkeypatch"):
+                looks = "patches"
+            case ast.Call(ast.Attribute(ast.Name("patch") | ast.Attribute(attr="patch"))):
+                looks = "patches"
+            case ast.Attribute(ast.Name("sys"), "stdin", ast.Store()):
+                looks = "another sys.stdin"
+            case ast.Attribute(attr="getvalue" | "readouterr"):
+                looks = "the printed output"
             case _:
                 continue
         raise InvalidArgumentException(
-            f"'tests' use {looks}, which no program passes: the answer is in another process, and "
-            "cannot be inspected; test what it returns"
+            f"'tests' use {looks}, which no program passes: the answer is in another process. Test "
+            "what it returns, or what it reads and prints by `cases` ([[stdin, expected stdout]])"
         )
 
 

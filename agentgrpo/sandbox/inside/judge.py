@@ -39,6 +39,10 @@ BY_VALUE = (AssertionError, TypeError, AttributeError, KeyError, IndexError, Val
 """Exceptions that an imported constant can cause without a counted use: it is sent by value."""
 
 
+class NotPassable(TypeError):
+    """The tests pass an object of theirs that cannot be copied, whatever the graded code is."""
+
+
 class ProtocolViolation(BaseException):
     """Not an Exception, so that no test takes it for an expected failure."""
 
@@ -93,7 +97,7 @@ def error_of(names: list[str], error_args: tuple[Any, ...], text: str) -> BaseEx
 
 def number_of(value: Any) -> int:
     if type(value) is not RemoteObject:
-        raise TypeError(f"a {type(value).__name__} cannot be passed to the graded code")
+        raise NotPassable(f"a {type(value).__name__} cannot be passed to the graded code")
     return object.__getattribute__(value, "_number")  # type: ignore[no-any-return]
 
 
@@ -252,7 +256,7 @@ def record_failure(error: BaseException) -> None:
     always = not (uses or isinstance(error, (*BY_VALUE, ProtocolViolation)))
     text = "".join(traceback.format_exception(error, limit=-5))
     reason = f"{text[:2000]}{text[2000:][-2000:]}"
-    failures.append((always or isinstance(error, ImportError), reason))
+    failures.append((always or isinstance(error, ImportError | NotPassable), reason))
 
 
 def run_test(test: Callable[..., Any], *args: Any) -> None:

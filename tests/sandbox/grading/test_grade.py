@@ -83,6 +83,7 @@ def test_cheating_code_fails(pool: SandboxPool, cheat: str) -> None:
     assert verdict.reason
 
 
+ONE = "assert add(1, 2) == 3"
 CALLS = "def test_add():\n    assert add(1, 2) == 3\n    assert add(-1, 1) == 0\n"
 CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
 CASE = (
@@ -106,6 +107,9 @@ FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "from solution, all": (f"from solution import *\n{CALLS}", {}),
     "solution as": (ALIASED, {}),
     "from a module of the entry point": (f"from mine import add\n{CALLS}", {"entry_point": "add"}),
+    "silenced, an unused import": (
+        "import io\nfrom contextlib import redirect_stdout\nfrom unittest.mock import patch\n"
+        f"with redirect_stdout(io.StringIO()):\n {ONE}\n assert add(-1, 1) == 0", {}),
     "unittest": (CASE, {}),
     "unittest that runs itself": (f"{CASE}unittest.main()", {}),
     "unittest, if run": (f"{CASE}if __name__ == '__main__':\n    unittest.main()", {}),
@@ -153,7 +157,6 @@ ANY, IDLE, NO = (
     "they pass a program that does",
     "no program can pass them: ",
 )
-ONE = "assert add(1, 2) == 3"
 # tests, the entry point, what is wrong with them
 FAULTY: dict[str, tuple[str, str, str]] = {
     "check is not called": (CHECK, "", "ValueError: 'tests' use nothing of the answer"),
@@ -194,6 +197,24 @@ FAULTY: dict[str, tuple[str, str, str]] = {
     "they read the docstring": (
         f"{ONE}\nassert add.__doc__", "",
         "ValueError: 'tests' use add.__doc__, which no"),
+    "they pass a function": (f"assert add(len, 2) == 3\n{ONE}", "",
+                             f"{NO}NotPassable: a builtin_function_or_method cannot be passed"),
+    "they pass an object": (f"class N: pass\nassert add(N(), 2) == 3\n{ONE}", "",
+                            f"{NO}NotPassable: a N cannot be passed"),
+    "they pass a generator": (f"assert add(x for x in [1]) == 3\n{ONE}", "", f"{NO}NotPassable"),
+    **{
+        f"they use {use}": (f"{code}\n{ONE}", "", f"ValueError: 'tests' use {use.strip()}, wh")
+        for use, code in {
+            "patches": "from unittest.mock import patch\nwith patch('builtins.input'): add(1, 2)",
+            "patches ": "from unittest import mock\nwith mock.patch.object(str, 'x'): add(1, 2)",
+            "patches  ": "def test_add(monkeypatch): add(1, 2)",
+            "another sys.stdin": "import io, sys\nsys.stdin = io.StringIO('1')\nadd(1, 2)",
+            "the printed output": "import io\nassert io.StringIO().getvalue() == ''",
+            "the printed output ": "def test_add(capsys): assert capsys.readouterr().out == '3'",
+            r"isinstance\(add\(1\), add\)": "assert isinstance(add(1), add)",
+            "add as a base class": "class More(add): pass",
+        }.items()
+    },
     "a typing error": ("from solution import add\nassert ad(1, 2) == 3", "",
                        "ValueError: 'tests' use ad and define none"),
 }  # fmt: skip
