@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from agentgrpo.actions import InfrastructureError, Schema
+from agentgrpo.actions import Schema
 from agentgrpo.envs.console import ConsoleEpisode
 from agentgrpo.envs.graded import partial_credit
 from agentgrpo.envs.python import PythonEnv, SandboxEpisode, as_infra_error
@@ -119,8 +119,6 @@ class Repairing(SandboxEpisode):
         self.measures = {"tests_alone": float(verdict.word == "tests alone")}
         if verdict.reason and self._env.answer != "tree":  # the policy does not see the tests
             self.feedback = "not all of the tests that have to pass do"
-        if verdict.infra_error:
-            raise InfrastructureError(verdict.reason)
         return partial_credit(share)
 
     def _repaired_files(self, broken: Answer, answer: str | None) -> Answer:

@@ -19,7 +19,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-EQUAL = re.compile(r"assert(Equals?|(List|Tuple|Dict|Set|Sequence|MultiLine)Equal)")
+EQUAL = re.compile(
+    r"assert(Equals?|(List|Tuple|Dict|Set|Sequence|MultiLine)Equal)|assert_(\w+_)?equals?|eq_"
+)
+FAIL = ast.parse("(_ for _ in ()).throw", mode="eval").body  # raises its argument
 INEXACT = re.compile(r"\.\d{9}|\de-|\bat 0x|\n")  # rounding and addresses differ in right code too
 VALUES_PER_CONSTANT = 4  # values to try per constant
 MAX_CANDIDATES = 16  # copies to try per test function
@@ -30,7 +33,7 @@ class Copy(NamedTuple):
 
     Nodes are numbered in the order of ast.walk(). Only element number `case` of each list that
     parametrizes the test is used. `right` and `wrong` are Python expressions; with `by_repr` they
-    are compared with the repr() of the tested value.
+    are compared with the repr() of the tested value, which is number `side` of _tested(assertion).
     """
 
     constant: int
@@ -40,6 +43,7 @@ class Copy(NamedTuple):
     right: str = ""
     wrong: str = ""
     by_repr: bool = False
+    side: int = 0
 
     def unchanged(self, function: Function) -> Copy:
         node = [*ast.walk(function)][self.constant]
@@ -53,7 +57,7 @@ class Copy(NamedTuple):
         for cases in _cases(copied):
             cases.elts = [cases.elts[self.case % len(cases.elts)]]
         assertion = nodes[self.at]
-        tested = ast.unparse(_tested_expression(assertion) or ast.Constant(None))
+        tested = ast.unparse([*_tested(assertion), ast.Constant(None)][self.side])
         value = f"repr({tested})" if self.by_repr else tested
         code = f"{value} == {expected}" if expected else f"'@' + repr({tested}) + '@'"
         parsed = ast.parse(code, mode="eval").body
@@ -61,12 +65,15 @@ class Copy(NamedTuple):
             assertion.test, assertion.msg = parsed, None
             if not expected:
                 assertion.test, assertion.msg = ast.Constant(False), parsed
-        elif isinstance(assertion, ast.Call) and isinstance(assertion.func, ast.Attribute):
-            assertion.func.attr, assertion.keywords = "fail", []
-            assertion.args = [parsed]
+        elif isinstance(assertion, ast.Call):
+            assertion.keywords = []
             if isinstance(parsed, ast.Compare):
-                assertion.func.attr = "assertEqual"
                 assertion.args = [parsed.left, parsed.comparators[0]]
+                if isinstance(assertion.func, ast.Attribute) and "_" not in assertion.func.attr:
+                    assertion.func.attr = "assertEqual"
+            else:
+                assertion.func = FAIL
+                assertion.args = [ast.Call(ast.Name("AssertionError"), [parsed], [])]
         return ast.unparse(copied)
 
     def recorded(self, message: str, base: str, rng: random.Random) -> Copy | None:
@@ -124,22 +131,24 @@ def _cases(function: Function) -> list[ast.List | ast.Tuple]:
     return [part for part in lists if isinstance(part, ast.List | ast.Tuple) and part.elts]
 
 
-def _tested_expression(node: ast.AST) -> ast.expr | None:
-    """The tested expression of an equality assertion: the side that is not a literal."""
+def _tested(node: ast.AST) -> Sequence[ast.expr]:
+    """What an equality assertion may test: its side with a call, else each that is no literal."""
     sides: Sequence[ast.expr] = ()
     match node:
         case ast.Assert(ast.Compare(left, [ast.Eq()], [right])):
             sides = left, right
-        case ast.Call(ast.Attribute(_, name), [left, right, *_]) if EQUAL.fullmatch(name):
+        case ast.Call(ast.Attribute(_, name) | ast.Name(name), [left, right, *_]) if (
+            EQUAL.fullmatch(name)
+        ):
             sides = left, right
     calls = [side for side in sides if any(isinstance(n, ast.Call) for n in ast.walk(side))]
-    return next(iter(calls or [s for s in sides if not isinstance(s, ast.Constant)]), None)
+    return calls[:1] or [side for side in sides if not isinstance(side, ast.Constant)]
 
 
 def candidates(function: Function, failed_at: int, rng: random.Random) -> list[Copy]:
     """Copies to try: assertions where broken code failed or later, with inputs in them first."""
     numbers = {node: number for number, node in enumerate(ast.walk(function))}
-    asserted = [node for node in numbers if _tested_expression(node) is not None]
+    asserted = [node for node in numbers if _tested(node)]
     ends = {node: getattr(node, "end_lineno", 0) for node in asserted}
     targets = sorted((n for n in asserted if ends[n] >= failed_at), key=lambda n: ends[n])[:3]
     elsewhere = {part for node in asserted for part in ast.walk(node)}
@@ -152,8 +161,13 @@ def candidates(function: Function, failed_at: int, rng: random.Random) -> list[C
     inputs = [node for part in function.body for node in ast.walk(part)] + [*case_of]
     inputs = [node for node in inputs if node not in fixed]
     ranks: dict[Copy, tuple[bool, int]] = {}
-    for order, target in [*enumerate(targets)] * VALUES_PER_CONSTANT:
-        tested = {*ast.walk(_tested_expression(target) or target)}
+    tested_of = [
+        (order, target, side)
+        for order, target in enumerate(targets)
+        for side in enumerate(_tested(target))
+    ]
+    for order, target, (side, expression) in tested_of * VALUES_PER_CONSTANT:
+        tested = {*ast.walk(expression)}
         for node in inputs:
             near = node in tested
             if not isinstance(node, ast.Constant) or node.value in (None, ...):
@@ -161,7 +175,8 @@ def candidates(function: Function, failed_at: int, rng: random.Random) -> list[C
             if near or (node not in elsewhere and node.lineno <= ends[target]):
                 case = case_of.get(node, rng.randint(0, max(case_of.values(), default=0)))
                 value = repr(_changed_value(node.value, rng, least=0))
-                ranks[Copy(numbers[node], value, numbers[target], case)] = (not near, order)
+                candidate = Copy(numbers[node], value, numbers[target], case, side=side)
+                ranks[candidate] = (not near, order)
     return sorted(rng.sample([*ranks], len(ranks)), key=lambda candidate: ranks[candidate])[
         :MAX_CANDIDATES
     ]

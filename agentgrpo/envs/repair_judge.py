@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 from agentgrpo.envs.repair_altered import Copy, with_copies
 from agentgrpo.sandbox import Limits, SandboxException, SandboxPool, Session, Template
-from agentgrpo.sandbox.grading.grade import Verdict, VerdictClock
+from agentgrpo.sandbox.grading.grade import WALL, Verdict, VerdictClock
 from agentgrpo.sandbox.isolation.errors import SandboxInfraError
 from agentgrpo.sandbox.isolation.jail import FIRST_UID, has_own_ids, shown_site_dirs
 from agentgrpo.sandbox.session.files import Files, FileType
@@ -66,7 +66,7 @@ class Tree(NamedTuple):
         return (self.folder / "tree" / path).read_bytes().decode()
 
     def pool(self, base: Template, limits: Limits, **options: Any) -> SandboxPool:
-        """Make a pool of sessions with the tree. Raises ValueError if they would see two copies."""
+        """Make a pool of sessions with the tree. Other copies of the package are hidden."""
         from _pytest.config import default_plugins  # preloading them saves a fifth of a verdict
 
         plugins = (f"_pytest.{name}" for name in default_plugins)
@@ -77,13 +77,13 @@ class Tree(NamedTuple):
         )  # fmt: skip
         top_level = {path.removeprefix("src/").partition("/")[0] for path in self.sources()}
         names = [f"{prefix}*-packages/{top}" for prefix in ("", "python*/") for top in top_level]
-        for lib in map(Path, (*template.interpreter_paths, "/usr/lib", "/usr/local/lib")):
-            for duplicate in itertools.chain(*map(lib.glob, names)):
-                raise ValueError(f"{duplicate}: sessions would see this copy of {self.name}")
+        libs = [Path(lib) for lib in (*template.interpreter_paths, "/usr/lib", "/usr/local/lib")]
+        copies = itertools.chain(*(lib.glob(name) for lib in libs for name in names))
+        hidden = tuple(sorted({str(copy.parent) for copy in copies}))
         site = shown_site_dirs(template)[0]
         env = {"PATH": f"{site}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONSAFEPATH": "1"}
         env["PYTHONPATH"] = f"{site}:{REPO}:{REPO}/src"
-        template = replace(template, env={**base.env, **env})
+        template = replace(template, env={**base.env, **env}, hidden=hidden)
         limits = replace(limits, memory_mib=max(512, limits.memory_mib), inodes=1 << 16)
         return SandboxPool(template=template, limits=limits, zygotes=1, **options)
 
@@ -237,6 +237,7 @@ OTHER_INPUTS = (
 )
 Answer = Mapping[str, str]  # text of the changed files by path
 MAX_COPIES = 12  # copies per verdict
+WALL_TIME = "s of wall time on a busy machine"
 
 
 def write(files: Files, answer: Answer) -> None:
@@ -267,34 +268,40 @@ def answer_in(session: Session, broken: Answer) -> Answer:
 def run_tests(
     pool: SandboxPool, files: Answer, tests: Sequence[str], timeout_s: float, *,
     backwards: bool = False, traced: bool = False, with_errors: Sequence[str] | None = None,
+    limited: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Run tests (all if none are named) in a new session whose tree has these files.
 
-    `with_errors`: tests whose errors are returned; None: all.
+    `with_errors`: tests whose errors are returned; None: all. `limited`: leave out slow tests, as
+    repair_runner.py does.
 
     Returns:
-        `outcomes`, `errors` and `failed_at` by test, as in repair_runner.py; `lines` if traced;
-        `said`: the first error; and `infra_error`.
+        `outcomes`, `errors` and `failed_at` by test, as in repair_runner.py; `lines` if traced; and
+        `said`: the first error, or why there are no outcomes.
+
+    Raises:
+        SandboxInfraError: the machine failed.
     """
     with pool.acquire() as session:
         clock = VerdictClock(timeout_s, session)
         with clock.running(), closing(session.files()) as session_files:
             write(session_files, files)
-            call = f"run({[*tests]!r}, {REPO!r}, {backwards}, {traced}, {with_errors!r})"
+            limit_s = timeout_s if limited else 0.0
+            options = f"{backwards}, {traced}, {with_errors!r}, {limit_s}"
+            call = f"run({[*tests]!r}, {REPO!r}, {options})"
             step = session.step(f"{RUNNER}\n{call}", clock.seconds())
+            is_wall = clock.seconds() <= 1e-3
     reason = step.error.traceback if step.error is not None else step.detail
     with suppress(Exception):  # the code under test can return anything
         if step.status is StepStatus.OK:
-            return read_results(step.value) | {"infra_error": False}
-    is_infra_error = step.status is StepStatus.INFRA_ERROR
+            return read_results(step.value)
+    if step.status is StepStatus.INFRA_ERROR:
+        raise SandboxInfraError(reason)
     reason = f"{step.status}: {reason or 'no results'}"
-    return {
-        "outcomes": {},
-        "errors": {},
-        "failed_at": {},
-        "said": reason,
-        "infra_error": is_infra_error,
-    }
+    if step.status in (StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED):
+        reason = f"took {timeout_s:g} s of CPU time"
+        reason = f"took {WALL * timeout_s:g} {WALL_TIME}" if is_wall else reason
+    return {"outcomes": {}, "errors": {}, "failed_at": {}, "said": reason}
 
 
 def read_results(value: str | None) -> dict[str, Any]:
@@ -312,7 +319,7 @@ Copies = Sequence[tuple[str, Copy, str | None]]  # test function, its copy, expe
 
 def run_copies(
     pool: SandboxPool, tree: Tree, answer: Answer, tests: Sequence[str], copies: Copies,
-    timeout_s: float, rng: random.Random,
+    timeout_s: float, rng: random.Random, *, limited: bool = False,
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:  # fmt: skip
     """Run tests and copies. Returns the results, and per copy "p", "f" or "" with its message."""
     numbers = rng.sample(range(10**6), len(copies))
@@ -325,7 +332,9 @@ def run_copies(
     all_tests = [*tests, *names]
     paths = {path for test in all_tests if (path := test.partition("::")[0]).endswith(".py")}
     files = {path: with_copies(tree.read(path), by_file.get(path, {}), all_tests) for path in paths}
-    results = run_tests(pool, {**answer, **files}, all_tests, timeout_s, with_errors=[*tests])
+    results = run_tests(
+        pool, {**answer, **files}, all_tests, timeout_s, with_errors=[*tests], limited=limited
+    )
     ends = dict.fromkeys(names, ("", ""))
     for test, letter in results["outcomes"].items():
         name = test.partition("[")[0]
@@ -354,8 +363,6 @@ def judge(
     ]
     tests = [*task["tests"], *task["others"]]
     results, ends = run_copies(pool, tree, answer, tests, drawn_copies, timeout_s, rng)
-    if results["infra_error"]:
-        return 0.0, Verdict(False, results["said"], True)
     failed_tests = {test for test in tests if results["outcomes"].get(test) != "p"}
     errors = [
         results["errors"].get(test) or results["said"] for test in tests if test in failed_tests

@@ -6,7 +6,9 @@ import base64
 import contextlib
 import io
 import json
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -22,9 +24,13 @@ class OutcomeRecorder:
     failed_at: the last line of the test's file in the traceback, and the assertion's message. Only
     the first MAX_ERRORS errors of tests in `with_errors` are formatted, since pytest parses a file
     for each line of a traceback.
+
+    limit_s: CPU seconds. A test fails after a 48th of them, and none starts after three quarters,
+    so that a slow test does not cost the results of the others.
     """
 
     with_errors: Sequence[str] | None = None
+    limit_s = 0.0
 
     def __init__(self, tests: Sequence[str], root: str, backwards: bool, traced: bool) -> None:
         self.tests, self.root, self.backwards, self.traced = {*tests}, root, backwards, traced
@@ -33,6 +39,7 @@ class OutcomeRecorder:
         self.failed_at: dict[str, tuple[int, str]] = {}
         self.lines: dict[str, dict[str, list[int]]] = {}
         self.ran: set[tuple[str, int]] = set()
+        self.began = time.process_time()
         self.error_length = min(3000, 24000 // (len(self.tests) or 8))
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -56,6 +63,16 @@ class OutcomeRecorder:
             lines = self.lines.setdefault(item.nodeid, {})
             for file, line in sorted(self.ran):
                 lines.setdefault(file[len(self.root) + 1 :], []).append(line)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: Any) -> Any:
+        signal.setitimer(signal.ITIMER_PROF, self.limit_s / 48)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            if self.limit_s and time.process_time() - self.began > 0.75 * self.limit_s:
+                item.session.shouldstop = "the time is over"
 
     def trace(self, frame: FrameType, event: str, _: object) -> Any:
         if not frame.f_code.co_filename.startswith(self.root):
@@ -86,11 +103,13 @@ class OutcomeRecorder:
 
 def run(
     tests: Sequence[str], root: str, backwards: bool = False, traced: bool = False,
-    with_errors: Sequence[str] | None = None,
+    with_errors: Sequence[str] | None = None, limit_s: float = 0.0,
 ) -> str:  # fmt: skip
     """Run the tests, or all without names. Returns the results as base64 of JSON."""
     watch, stderr = OutcomeRecorder(tests, root, backwards, traced), io.StringIO()
-    watch.with_errors = with_errors
+    watch.with_errors, watch.limit_s = with_errors, limit_s
+    if limit_s:
+        signal.signal(signal.SIGPROF, lambda *_: pytest.fail("it takes too long"))
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", root, "-W", "ignore"]
     files = sorted({test.partition("::")[0] for test in tests})
     with contextlib.redirect_stderr(stderr):

@@ -32,6 +32,7 @@ from agentgrpo.envs.repair_judge import (
     REPO,
     RUNNER,
     TEST,
+    WALL_TIME,
     Answer,
     Copies,
     Tree,
@@ -58,6 +59,7 @@ CONSOLE = Console(stderr=True)
 Row = dict[str, Any]
 Coverage = Mapping[str, Mapping[str, Sequence[int]]]
 Break = tuple[Mapping[str, str], str, int, list[str]]
+Made = tuple[Any, list[str]]  # a JSON value, and messages about what it does not have
 RULES = (
     "Repair it by changing {files}. Its tests are right. Only the text of these files counts: it "
     "is tested in a new copy of the repository, also with other inputs than the tests have."
@@ -77,6 +79,10 @@ SHOTS = (  # wrong line, right line
 )  # fmt: skip
 
 
+class NoTask(Exception):
+    """Why a break is not a task, as the predicate of a sentence."""
+
+
 def make(
     sources: Sequence[str], *, count: int, kinds: Sequence[str] = KINDS, show: str = "test",
     seed: int = 0,
@@ -89,66 +95,96 @@ def make(
     for source in (str(Path(s).resolve()) if Path(s).is_dir() else s for s in sources):
         tree, limits = prepare(source), Limits(cpu_s=900, value_kib=1 << 16, output_max_mib=64)
         with tree.pool(Template(), limits, min_idle=0, all_cpus=CPUS) as pool:
-            coverage = cached_json(
-                tree.folder / f"{CODE_DIGEST}-baseline.json", partial(baseline, tree, pool)
-            )
+            path = tree.folder / f"{CODE_DIGEST}-baseline.json"
+            with CONSOLE.status(f"{tree.name}: running its tests three times"):
+                coverage = cached(path, partial(baseline, tree, pool))
             for kind in kinds:
-                possible = breaks(tree, kind, coverage, seed, source)
+                possible, none = breaks(tree, kind, coverage, seed, source)
                 prove_break = partial(prove, tree, pool, kind, show)
-                make_rows = partial(
-                    prove_some, f"{tree.name} {tree.version} {kind}", count, possible, prove_break
-                )
-                new_rows = cached_json(
-                    tree.folder / f"{CODE_DIGEST}-{kind}-{show}-{seed}-{count}.json", make_rows
-                )
-                rows += [row | {"source": source} for row in new_rows]
+                name = f"{tree.name} {tree.version} {kind}"
+                make_rows = partial(prove_some, name, count, possible, prove_break, none)
+                path = tree.folder / f"{CODE_DIGEST}-{kind}-{show}-{seed}-{count}.json"
+                rows += [row | {"source": source} for row in cached(path, make_rows)]
     return rows
 
 
-def prove_some(name: str, count: int, possible: Iterator[Break], prove: Any) -> list[Row]:
-    """The first `count` valid tasks of at most 8 * count + 40 breaks, on all processors."""
+def prove_some(
+    name: str, count: int, possible: Iterator[Break], prove: Callable[[Break], Row], none: str = ""
+) -> Made:
+    """The first `count` valid tasks of at most 8 * count + 40 breaks, on all processors.
+
+    `none`: why there are no breaks, if there are none.
+    """
     rows: list[Row] = []
-    num_skipped, possible = 0, itertools.islice(possible, 8 * count + 40)
+    reasons: Counter[str] = Counter()
+    most = 8 * count + 40
+
+    def attempt(broken: Break) -> Row | str:
+        try:
+            return prove(broken)
+        except NoTask as reason:
+            return str(reason)
+
     with Progress() as bar, ThreadPoolExecutor(CPUS) as threads:
         task = bar.add_task(name, total=count)
+        possible = itertools.islice(possible, most)
         while len(rows) < count and (chunk := [*itertools.islice(possible, 2 * CPUS)]):
-            results = [*threads.map(prove, chunk)]
-            rows = [*rows, *filter(None, results)][:count]
-            num_skipped += results.count({})
-            bar.update(task, completed=len(rows))
-    if num_skipped:
-        CONSOLE.print(f"{name}: skipped {num_skipped} breaks: no copies of tests with other inputs")
-    return rows
+            results = [*threads.map(attempt, chunk)]
+            rows += [result for result in results if not isinstance(result, str)]
+            reasons.update(result for result in results if isinstance(result, str))
+            bar.update(task, completed=min(len(rows), count))
+    if len(rows) >= count:
+        return rows[:count], []
+    tried = len(rows) + reasons.total()
+    breaks = f"of {'the first' if tried == most else 'all'} {tried} breaks" if tried else none
+    details = (f"{number} {reason}" for reason, number in reasons.most_common())
+    return rows, [f"{name}: made {len(rows)} of {count} tasks; {', '.join([breaks, *details])}"]
 
 
-def cached_json(path: Path, make: Callable[[], Any]) -> Any:
-    """Return the JSON value in a file, or make and store it."""
-    if not path.exists():
-        write_json(path, make())
-    return read_json(path)
+def cached(path: Path, make: Callable[[], Made]) -> Any:
+    """Return the JSON value in a file, or make and store it; print its messages.
+
+    A value that a busy machine may have changed is not stored.
+    """
+    is_stored = path.exists()
+    value, messages = read_json(path) if is_stored else make()
+    for message in messages:
+        CONSOLE.print(message, markup=False, highlight=False, soft_wrap=True)
+    if not is_stored and not any(WALL_TIME in message for message in messages):
+        write_json(path, (value, messages))
+    return value
 
 
-def baseline(tree: Tree, pool: SandboxPool) -> dict[str, dict[str, list[int]]]:
+def baseline(tree: Tree, pool: SandboxPool) -> Made:
     """The executed lines, by file, of each test that passes three times: in order, in reverse, and
     in reverse in another process with another hash seed.
     """
     first = run_tests(pool, {}, [], SUITE_S, traced=True)
     if "p" not in first["outcomes"].values():
         raise ValueError(f"{tree.name}: {no_test_passes(tree, first)}")
-    for path, error in first["errors"].items():
-        if path not in first["outcomes"]:
-            CONSOLE.print(f"{tree.name}: skipped {path}: {error.splitlines()[-1]}", markup=False)
+    messages = [
+        f"{tree.name}: skipped {path}: {error.splitlines()[-1]}"
+        for path, error in first["errors"].items() if path not in first["outcomes"]
+    ]  # fmt: skip
     second = run_tests(pool, {}, [], SUITE_S, backwards=True)
     with Sandbox.create(pool=pool, timeout=5 * SUITE_S) as sandbox:
         sandbox.files.write("/tmp/run.py", f"{RUNNER}\nprint('\\n' + run([], {REPO!r}, True))")
         command = "PYTHONHASHSEED=2 python /tmp/run.py || true"
         printed: Any = sandbox.commands.run(command, cwd=REPO, timeout=5 * SUITE_S)
-    third = read_results(repr(printed.stdout.rpartition("\n\n")[2].strip()))
-    outcomes = [run["outcomes"] for run in (first, second, third)]
-    stable = [test for test in outcomes[0] if all(run.get(test) == "p" for run in outcomes)]
+    third = {"outcomes": {}, "said": printed.stderr[-999:]}
+    with contextlib.suppress(ValueError):  # the process ended before it printed results
+        third = read_results(repr(printed.stdout.rpartition("\n\n")[2].strip()))
+    runs = [run["outcomes"] for run in (first, second, third)]
+    passed = [test for test, letter in runs[0].items() if letter == "p"]
+    stable = [test for test in passed if all(run.get(test) == "p" for run in runs)]
+    letters = Counter(runs[0].values())
+    unstable = len(passed) - len(stable)
+    counts = {"fail": letters["f"], "are skipped": letters["s"], "fail in other runs": unstable}
+    if left_out := ", ".join(f"{n} {why}" for why, n in counts.items() if n):
+        messages.append(f"{tree.name}: tasks use {len(stable)} of {len(runs[0])} tests; {left_out}")
     if not stable:
-        raise ValueError(f"{tree.name}: expected tests that pass in each of three runs, got none")
-    return {test: first["lines"][test] for test in stable}
+        raise ValueError(f"{messages[-1]}; the first error: {second['said'] or third['said']}")
+    return {test: first["lines"][test] for test in stable}, messages
 
 
 def no_test_passes(tree: Tree, results: Mapping[str, Any]) -> str:
@@ -166,12 +202,30 @@ def no_test_passes(tree: Tree, results: Mapping[str, Any]) -> str:
     return f"no test passes; the first error: {error[-999:]}"
 
 
-def breaks(tree: Tree, kind: str, coverage: Coverage, seed: int, source: str) -> Iterator[Break]:
-    """Yield breaks in the seed's order: files, file and line of the first place, its tests."""
+def breaks(
+    tree: Tree, kind: str, coverage: Coverage, seed: int, source: str
+) -> tuple[Iterator[Break], str]:
+    """The breaks of a kind, and the reason if there are none.
+
+    A break is the text of the broken files, file and line of the first place, and its tests.
+    """
+    if kind != "commit":
+        return _mutations(tree, kind, coverage, seed), "its tests run no line that can be changed"
+    if not Path(source).is_dir():
+        return iter(()), "it is an installed package, not a git checkout"
+    try:
+        ids = _git(source, "log", "--no-merges", "--format=%H", "-n", "500").decode().split()
+    except OSError:
+        return iter(()), "git is not installed"
+    except subprocess.CalledProcessError as error:
+        return iter(()), f"git log: {error.stderr.decode(errors='replace').strip()}"
+    none = f"none of its {len(ids)} newest commits changes modules and tests and can be undone"
+    return _commits(tree, coverage, source, ids), none
+
+
+def _mutations(tree: Tree, kind: str, coverage: Coverage, seed: int) -> Iterator[Break]:
+    """Yield places to break in the seed's order."""
     rng = random.Random(f"{seed} {kind} {tree.digest}")
-    if kind == "commit":
-        yield from _commits(tree, coverage, source) if Path(source, ".git").exists() else ()
-        return
     by_line: dict[tuple[str, int], set[str]] = {}
     for test, files in coverage.items():
         for file, line in ((file, line) for file, lines in files.items() for line in lines):
@@ -198,32 +252,45 @@ def _cheapest_tests(tests: set[str], coverage: Coverage) -> list[str]:
     return sorted(tests, key=lambda t: (sum(map(len, coverage[t].values())), t))[:MAX_TESTS]
 
 
-def _commits(tree: Tree, coverage: Coverage, source: str) -> Iterator[Break]:
+def _git(source: str, *arguments: str) -> bytes:
+    command = ["git", "-C", source, *arguments]
+    return subprocess.run(command, capture_output=True, check=True).stdout
+
+
+def _commits(
+    tree: Tree, coverage: Coverage, source: str, commits: Sequence[str]
+) -> Iterator[Break]:
     """Yield breaks that revert a commit of the checkout, except its tests."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", source, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    for commit in git("log", "--no-merges", "--format=%H", "-n", "500").split():
+    for commit in commits:
         git_show = ["show", "--format=", "--relative", "--no-renames", "--no-ext-diff", commit]
-        names = git(*git_show, "--name-only").splitlines()
+        names = _git(source, *git_show, "--name-only").decode(errors="replace").splitlines()
         files = sorted({*names} & {*tree.sources()})
         if not files or not any(map(TEST.fullmatch, names)):
             continue
         with tempfile.TemporaryDirectory() as scratch:
             for file in files:
                 Path(scratch, file).parent.mkdir(parents=True, exist_ok=True)
-                Path(scratch, file).write_text(tree.read(file))
-            git_apply, diff = ["git", "apply", "-R", "-"], git(*git_show, "--", *files).encode()
+                Path(scratch, file).write_bytes(tree.read(file).encode())
+            git_apply, diff = ["git", "apply", "-R", "-"], _git(source, *git_show, "--", *files)
             if subprocess.run(git_apply, input=diff, cwd=scratch, capture_output=True).returncode:
                 continue  # later commits changed the same lines
-            answer = {
-                file: at.read_text() for file in files if (at := Path(scratch, file)).exists()
-            }
+            paths = {file: Path(scratch, file) for file in files}
+            answer = {file: at.read_bytes().decode() for file, at in paths.items() if at.exists()}
         tests = {test for test, lines in coverage.items() if {*files} & lines.keys()}
         if answer:
             yield answer, min(answer), 1, _cheapest_tests(tests, coverage)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2][:100]
+
+
+def require_outcomes(of: str, results: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the results, or raise NoTask if they have no test's outcome."""
+    if not results["outcomes"]:
+        reason = "they cannot be imported" if results["errors"] else _last_line(results["said"])
+        raise NoTask(f"have {of} without results ({reason})")
+    return results
 
 
 def copies_of(
@@ -236,26 +303,29 @@ def copies_of(
     rng = random.Random(str(sorted(failed_at)))
     lines = {test.partition("[")[0]: line for test, (line, _) in failed_at.items()}
     tried: list[tuple[str, Copy]] = []
-    bases: dict[tuple[str, int, int], Copy] = {}
+    bases: dict[tuple[str, int, int, int], Copy] = {}
     for head in rng.sample(sorted(lines), min(len(lines), MAX_FUNCTIONS)):
         path, _, name = head.partition("::")
         text = tree.read(path) if path.endswith(".py") else ""
         if function := functions_by_name(text).get(f"::{name}"):
             for variant in candidates(function, lines[head], rng):
                 tried.append((head, variant))
-                bases[head, variant.at, variant.case] = variant.unchanged(function)
+                bases[head, variant.at, variant.case, variant.side] = variant.unchanged(function)
     if not tried:
         return {}
 
     def run(answer: Answer, copies: Copies) -> list[tuple[str, str]]:
-        return run_copies(pool, tree, answer, (), copies, VERDICT_S, rng)[1]
+        results, ends = run_copies(pool, tree, answer, (), copies, 2 * VERDICT_S, rng, limited=True)
+        require_outcomes("copies of tests", results)
+        return ends
 
     base_runs = [(head, variant, None) for (head, *_), variant in bases.items()]
     messages = run({}, [*base_runs, *((head, variant, None) for head, variant in tried)])
     usual = dict(zip(bases, (value for _, value in messages), strict=False))
     recorded: list[tuple[str, Copy, str]] = []
     for (head, variant), (_, value) in zip(tried, messages[len(bases) :], strict=True):
-        if copied := variant.recorded(value, usual[head, variant.at, variant.case], rng):
+        base = usual[head, variant.at, variant.case, variant.side]
+        if copied := variant.recorded(value, base, rng):
             recorded.append((head, copied, value))
     broken_ends = (
         run(broken, [(head, variant, None) for head, variant, _ in recorded]) if recorded else []
@@ -281,24 +351,22 @@ def copies_of(
     return copies
 
 
-def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) -> Row | None:
-    """Make the task of a break. None: no test fails, or the scores are wrong. {}: too few copies of
-    its tests.
-    """
+def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) -> Row:
+    """Make the task of a break, or raise NoTask."""
     answer, file, line, tests = broken
     broken_line = answer[file].splitlines()[line - 1].strip()
-    if show == "line" and broken_line == "pass":  # the original line cannot be inferred
-        return None
+    if show == "line" and broken_line == "pass":
+        raise NoTask("leave a line from which the original cannot be inferred")
     original = {path: tree.read(path) for path in answer}
-    results = run_tests(pool, answer, tests, VERDICT_S)
+    results = require_outcomes("tests", run_tests(pool, answer, tests, VERDICT_S))
     failing = [test for test in tests if results["outcomes"].get(test) == "f"]
     if not failing or {*results["outcomes"].values()} - {"p", "f"}:
-        return None
+        raise NoTask("fail no test" if not failing else "skip tests")
     failing.sort(key=lambda test: not results["errors"].get(test))  # one with an error first
     failed_at = {test: results["failed_at"].get(test, (0, "")) for test in failing}
     copies = copies_of(tree, pool, answer, failed_at)
     if sum(map(len, copies.values())) < MIN_COPIES:
-        return {}
+        raise NoTask(f"have fewer than {MIN_COPIES} copies of tests with other inputs")
     diff = ""
     for path, text in original.items():
         before_and_after = text.splitlines(True), answer[path].splitlines(True)
@@ -306,16 +374,20 @@ def prove(tree: Tree, pool: SandboxPool, kind: str, show: str, broken: Break) ->
     row: Row = {
         "package": tree.name, "version": tree.version, "tree": tree.digest, "kind": kind,
         "diff": diff, "tests": failing, "others": [t for t in tests if t not in failing],
-        "copies": copies,
+        "copies": {head: [*map(list, variants)] for head, variants in copies.items()},
     }  # fmt: skip
     answers = [original]
     if show == "line":  # deleting the line must not repair it
         lines = answer[file].splitlines(True)
         answers.insert(0, {file: "".join([*lines[: line - 1], "\n", *lines[line:]])})
-    scores = [judge(pool, tree, row, scored_answer, VERDICT_S)[0] for scored_answer in answers]
-    patched_again = {path: patch(text, path, diff) for path, text in original.items()}
-    if 1.0 in scores[:-1] or scores[-1] != 1.0 or patched_again != answer:
-        return None
+    verdicts = [judge(pool, tree, row, scored_answer, VERDICT_S) for scored_answer in answers]
+    if 1.0 in [score for score, _ in verdicts[:-1]]:
+        raise NoTask("are repaired by deleting the line")
+    score, verdict = verdicts[-1]
+    if score != 1.0:
+        raise NoTask(f"are not repaired by the original code ({_last_line(verdict.reason)})")
+    if {path: patch(text, path, diff) for path, text in original.items()} != answer:
+        raise NoTask("cannot be written as a diff")
     rules = TASK_TEXT[show].format(files=", ".join(sorted(answer)))
     head = f"{tree.name} in {REPO} is broken: {len(failing)} tests fail, such as {failing[0]}"
     error = re.sub(r"0x[0-9a-f]+", "0x...", results["errors"][failing[0]][-1500:])
@@ -330,7 +402,8 @@ def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
     keys = sorted({row[key] for row in rows})
     if len(keys) < 2:
         raise ValueError(
-            f"--repair: expected tasks of two files or more, got {len(rows)} tasks of one. {SECOND}"
+            f"--repair: expected tasks of two files or more, got {len(rows)} tasks of {len(keys)}. "
+            f"{SECOND}"
         )
     random.Random(seed).shuffle(keys)
     counts = Counter(row[key] for row in rows)

@@ -27,6 +27,7 @@ from agentgrpo.envs import harbor_tasks, repair_tasks
 from agentgrpo.examples import copy_examples
 from agentgrpo.models.models import resolve_model
 from agentgrpo.rewards.answers import accepted_answers
+from agentgrpo.sandbox import SandboxException
 from agentgrpo.sandbox.doctor import examine
 from agentgrpo.support.files import require_output
 from agentgrpo.train.config_docs import as_toml, settings
@@ -192,6 +193,8 @@ def main(arguments: list[str]) -> int:
         require_output(args.output)
         if args.output.exists():
             raise ValueError(f"{args.output} exists; remove it, or set another --output")
+        if args.tasks < 1:
+            raise ValueError(f"--tasks: expected 1 or more, got {args.tasks}")
         if not args.model.startswith("package:"):
             resolve_model(args.model)
         if args.repair:
@@ -214,7 +217,7 @@ def main(arguments: list[str]) -> int:
             out_dir=Path("runs", args.output.stem),
         )  # fmt: skip
         args.output.write_text(with_overrides(values, args.overrides, name=args.output))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SandboxException) as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     print(f"{args.output}: written. Now: agentgrpo train {args.output} --dry-run")  # noqa: T201

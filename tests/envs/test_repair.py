@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -160,13 +161,18 @@ class T:
 \tdef test_b(self):
 \t\tself.assertEqual(g([7]), 'x',
 \t\t\t\t\t\t'why')
+def test_c():
+    expected = 1
+    result = f(2)
+    assert_equal(expected, result)
 """
 
 
 @pytest.mark.parametrize(
     ("name", "inputs", "shown"),
     [("test_a", {"1", "3", "2", "4", "9", "5"}, "    assert f(a, 5) == [8]"),
-     ("T::test_b", {"7"}, "\t    self.assertEqual(g([7]), [8])")],
+     ("T::test_b", {"7"}, "\t    self.assertEqual(g([7]), [8])"),
+     ("test_c", {"1", "2"}, "    assert_equal(expected, [8])    assert_equal(result, [8])")],
 )  # fmt: skip
 def test_copies_change_an_input_and_the_expected_value(
     name: str, inputs: set[str], shown: str
@@ -308,24 +314,107 @@ def test_line_that_can_be_deleted_is_not_a_task(project: Path) -> None:
     task = (broken, file, PRICES[:place].count("\n") + 1, tests)
     tree = repair_judge.prepare(str(project))
     with tree.pool(Template(), Limits(), min_idle=0) as pool:
-        made = [repair_tasks.prove(tree, pool, "place", show, task) for show in ("test", "line")]
+        assert repair_tasks.prove(tree, pool, "place", "test", task)["tests"] == tests
+        with pytest.raises(repair_tasks.NoTask, match="are repaired by deleting the line"):
+            repair_tasks.prove(tree, pool, "place", "line", task)
         fails = {file: PRICES.replace("    return", "    raise KeyError\n    return")}
         shown = [None, tests]
         ran = [repair_judge.run_tests(pool, fails, [], 9.0, with_errors=some) for some in shown]
-    assert made[0] is not None
-    assert made[1] is None
     for results, errors in zip(ran, (3, 1), strict=True):  # each costs pytest a parse of the file
         assert [*results["outcomes"].values()].count("f") > 5
         assert len([*filter(None, results["errors"].values())]) == errors
 
 
-def test_not_every_break_of_a_package_is_tried() -> None:
-    """Of one whose tests prove few, all took hours."""
-    breaks: Any = iter(range(10**6))
-    assert repair_tasks.prove_some("", 2, breaks, lambda n: {"id": n} if n == 9 else {}) == [
-        {"id": 9}
-    ]
-    assert next(breaks) == 56
+SLOW = """
+def doubled(n):
+    while n % 4 == 3:
+        pass
+    return 2 * n
+"""
+
+
+def test_slow_copies_do_not_cost_the_others(project: Path, tmp_path: Path) -> None:
+    """Half of the copies of these tests never end. Without the others' results, none was left."""
+    numbers = range(4, 24, 4)
+    tests = [f"def test_{n}():\n    assert doubled({n}) == {2 * n}\n" for n in numbers]
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "two.py").write_text(SLOW)
+    (tmp_path / "tests" / "test_two.py").write_text("from two import doubled\n" + "".join(tests))
+    tree, names = (
+        repair_judge.prepare(str(tmp_path)),
+        [f"tests/test_two.py::test_{n}" for n in numbers],
+    )
+    with tree.pool(Template(), Limits(), min_idle=0) as pool:
+        prove = partial(repair_tasks.prove, tree, pool, "place", "test")
+        copies = prove(({"two.py": SLOW.replace("2 * n", "3 * n")}, "two.py", 5, names))["copies"]
+        values = {int(copy[1]) for variants in copies.values() for copy in variants}
+        assert values
+        assert not any(value % 4 == 3 for value in values)
+        for text, reason in (
+            (SLOW.replace("3", "0"), "took (2 s of CPU|10 s of wall) time"),
+            ("raise OSError", "they cannot be imported"),
+        ):
+            with pytest.raises(repair_tasks.NoTask, match=f"have tests without results .{reason}"):
+                prove(({"two.py": f"{text}\n" * 6}, "two.py", 5, names))
+
+
+@pytest.mark.parametrize(
+    ("count", "breaks", "made", "message"),
+    [
+        (2, 10**6, 1, "of the first 56 breaks, 37 fail no test, 18 skip tests"),
+        (2, 12, 1, "of all 12 breaks, 8 fail no test, 3 skip tests"),
+        (1, 3, 0, "of all 3 breaks, 2 fail no test, 1 skip tests"),
+        (1, 0, 0, "no line"),
+        (1, 12, 1, ""),
+    ],
+)
+def test_fewer_tasks_than_asked_for_are_explained(
+    count: int, breaks: int, made: int, message: str
+) -> None:
+    """At most 8 breaks per task and 40 are tried: with fewer good ones, all of them took hours."""
+    possible: Any = iter(range(breaks))
+
+    def prove(number: Any) -> dict[str, Any]:
+        if number == 9:
+            return {"id": 9}
+        raise repair_tasks.NoTask("fail no test" if number % 3 else "skip tests")
+
+    rows, messages = repair_tasks.prove_some("p", count, possible, prove, "no line")
+    assert rows == [{"id": 9}] * made
+    assert messages == ([f"p: made {made} of {count} tasks; {message}"] if message else [])
+
+
+@pytest.mark.parametrize(
+    ("git_folder", "message"),
+    [(None, "installed package"), ("", "not a git repository"), ("init", "not have any commits")],
+)
+def test_why_there_are_no_commits(git_folder: str | None, message: str, tmp_path: Path) -> None:
+    tree: Any = None
+    if git_folder:
+        git(tmp_path, git_folder)
+    source = str(tmp_path if git_folder is not None else tmp_path / "none")
+    possible, none = repair_tasks.breaks(tree, "commit", {}, 0, source)
+    assert not [*possible]
+    assert message in none
+
+
+def test_cached_tasks_repeat_their_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A result that the busy machine may have changed is made again."""
+    calls: list[str] = []
+
+    def make(message: str) -> repair_tasks.Made:
+        calls.append(message[:1])
+        return [1], [message]
+
+    for reason in ("a break fails no test", f"b break took 30 {repair_judge.WALL_TIME}"):
+        message = f"{reason}, in one line, however long it is {'.' * 60}"
+        for _ in range(2):
+            value = repair_tasks.cached(tmp_path / reason[:1], partial(make, message))
+            assert value == [1]
+            assert message in capsys.readouterr().err
+    assert calls == ["a", "b", "b"]
 
 
 def test_parse_retries_after_a_thread_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,6 +501,10 @@ def test_package_with_one_module_is_rejected_at_once(
 
 FAILS = "def test_a(): assert 0\n"
 PASSES = "def test_b(): assert 1\n"
+SOME_FAIL = "import pytest\ndef test_c(): assert 0\ndef test_d(): pytest.skip()\n"
+HASH = "def test_a(): assert hash('shop') == 8280406691163975568\n"  # with the hash seed 0
+MISSING = "package: skipped m/tests/test_a.py: E   ModuleNotFoundError: No module named 'nowhere'"
+SOME = "package: tasks use 1 of 3 tests; 1 fail, 1 are skipped"
 
 
 @pytest.mark.parametrize(
@@ -424,12 +517,13 @@ PASSES = "def test_b(): assert 1\n"
         ({"conftest.py": "import nowhere\n", "m/tests/test_b.py": PASSES}, "nowhere is missing"),
         ({"m/tests/other.py": PASSES}, "it has no tests"),
         ({"m/tests/test_a.py": FAILS}, "no test passes; the first error:[^$]*assert 0"),
-        ({"m/tests/test_a.py": "import nowhere\n", "m/tests/test_b.py": PASSES}, ""),
+        ({"m/tests/test_a.py": HASH}, "use 0 of 1 tests; 1 fail in other runs[^$]*assert"),
+        ({"m/tests/test_a.py": "import nowhere\n", "m/tests/test_b.py": PASSES + SOME_FAIL}, ""),
     ],
 )  # fmt: skip
 def test_reason_why_no_test_passes(
     files: dict[str, str], message: str, project: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Said after one run. One file that cannot be imported does not refuse the others."""
     folder = tmp_path / "package"
@@ -447,12 +541,13 @@ def test_reason_why_no_test_passes(
     tree = repair_judge.prepare(str(folder))
     with tree.pool(Template(), Limits(), min_idle=0) as pool:
         if not message:
-            assert [*repair_tasks.baseline(tree, pool)] == ["m/tests/test_b.py::test_b"]
-            assert "skipped m/tests/test_a.py" in capsys.readouterr().err
+            coverage, messages = repair_tasks.baseline(tree, pool)
+            assert [*coverage] == ["m/tests/test_b.py::test_b"]
+            assert messages == [MISSING, SOME]
             return
         with pytest.raises(ValueError, match=message):
             repair_tasks.baseline(tree, pool)
-    assert runs == [1]
+    assert len(runs) == 1 + ("other runs" in message)
 
 
 def test_installed_requirements_decide_the_tree(
@@ -490,15 +585,17 @@ def test_installed_requirements_decide_the_tree(
     assert len({*digests}) == 3
 
 
-def test_package_that_sessions_see_twice_is_rejected(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "project"
-    shutil.copytree(project / "shop", folder / "src" / "shop")
-    monkeypatch.setattr(Template, "interpreter_paths", [str(tmp_path)])
-    shutil.copytree(project / "shop", tmp_path / "dist-packages" / "shop")
-    with pytest.raises(ValueError, match="sessions would see this copy"):
-        repair_judge.prepare(str(folder)).pool(Template(), Limits())
+def test_another_copy_of_the_package_is_hidden(project: Path, tmp_path: Path) -> None:
+    """Without a virtual environment, packages are installed below the interpreter."""
+    prefix, folder = Path(Template().interpreter).parents[1], tmp_path / "project"
+    packages = prefix / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    other = next(path for path in packages.iterdir() if (path / "__init__.py").is_file())
+    shutil.copytree(project / "shop", folder / other.name)
+    tree = repair_judge.prepare(str(folder))
+    with tree.pool(Template(), Limits(), min_idle=0) as pool, pool.acquire() as session:
+        assert str(packages) in pool.template.hidden
+        assert session.step(f"import os; os.listdir({str(packages)!r})").value == "[]"
+        assert session.step("import json; json.__name__").value == "'json'"
 
 
 def test_changed_package_is_rejected(rows: list[dict[str, Any]], env: RepairEnv) -> None:

@@ -344,6 +344,7 @@ def jail_config(
         *(_mount(dst=path, fstype="tmpfs", options=room, **WRITABLE) for path in PRIVATE),
         proc,
         *map(_bind, binds),
+        *(_mount(dst=path, fstype="tmpfs", options=room, **READ_ONLY) for path in template.hidden),
         f"exec_bin {{ path: {_text(template.interpreter)} {arguments_text} }}",
     ]
     return "\n".join(lines) + "\n"

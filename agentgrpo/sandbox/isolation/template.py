@@ -73,6 +73,8 @@ class Template:
     """Environment variables of the code, in addition to PATH, HOME, LANG and TMPDIR."""
     mounts: tuple[str, ...] = ()
     """More files or directories that sessions can read."""
+    hidden: tuple[str, ...] = ()
+    """Directories, below those that sessions see, that appear empty. Needs user namespaces."""
     tree: str = ""
     """A directory that appears as ~/repo in each session; each session changes its own copy. Needs
     user namespaces. The sessions share one user id, which must own all files in the directory."""
