@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
+from agentgrpo.sandbox.isolation.cgroup import CgroupsUnavailable
 from agentgrpo.sandbox.isolation.zygote import LADDER, Rung
+from agentgrpo.sandbox.session import spawner
+
+Completed = subprocess.CompletedProcess[str]
 
 
 @functools.cache
@@ -31,6 +38,19 @@ def need_isolation(*rungs: Rung) -> None:
     if missing := _missing(rungs or LADDER):
         required = os.environ.get("AGENTGRPO_SANDBOX_REQUIRED") == "1"
         (pytest.fail if required else pytest.skip)(missing)
+
+
+def refuse_control_groups(patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise CgroupsUnavailable("refused by the test")
+
+    patch.setattr(spawner, "Cgroups", refuse)
+
+
+def run_python(code: str, *args: object, before: Sequence[str] = ()) -> Completed:
+    """Run code in another Python, started by the command before if there is one."""
+    command = [*before, sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def within(condition: Callable[[], object], seconds: float = 10.0) -> bool:

@@ -11,7 +11,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from agentgrpo.sandbox.isolation.limits import Limits
@@ -71,39 +70,32 @@ class Case:
 
 
 CASES: list[Case] = []
+RowStep = tuple[object, ...] | Callable[[Session], object]
+"""The fields of a Step, or a check from the host."""
 
 
-class Table:
-    """Registers the rows of one group."""
-
-    def __init__(self, module: str) -> None:
-        self._group = module.rpartition(".")[2]
+def table(module: str) -> Callable[..., None]:
+    """Return the function that registers the rows of a module's group."""
 
     def row(
-        self,
-        name: str,
-        *steps: tuple[object, ...] | Callable[[Session], object],
-        needs: Callable[[Session], None] | None = None,
+        name: str, *steps: RowStep, needs: Callable[[Session], None] | None = None,
         alone: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Register a case. needs() raises Skip where the case does not apply."""
-        attack = partial(_run_row, steps, needs)
-        CASES.append(Case(name, self._group, attack, alone))
+
+        def attack(pool: SandboxPool) -> None:
+            with pool.acquire() as session:
+                if needs is not None:
+                    needs(session)
+                run_steps(session, *steps)
+
+        CASES.append(Case(name, module.rpartition(".")[2], attack, alone))
+
+    return row
 
 
-def _run_row(
-    steps: Sequence[tuple[object, ...] | Callable[[Session], object]],
-    needs: Callable[[Session], None] | None,
-    pool: SandboxPool,
-) -> None:
-    with pool.acquire() as session:
-        if needs is not None:
-            needs(session)
-        run_steps(session, *steps)
-
-
-def run_steps(session: Session, *steps: tuple[object, ...] | Callable[[Session], object]) -> None:
-    """Run the steps of a row (Table.row) in a session. A callable is a check from the host."""
+def run_steps(session: Session, *steps: RowStep) -> None:
+    """Run the steps of a row in a session."""
     for step in steps:
         if isinstance(step, tuple):
             _run_step(session, Step(*step))  # type: ignore[arg-type]
@@ -231,7 +223,7 @@ def has_no_privileges(result: StepResult) -> bool:
     return (*capabilities, status["NoNewPrivs"], status["Seccomp"]) == (*[0] * 5, "1\n", "2\n")
 
 
-row = Table(__name__).row
+row = table(__name__)
 # fmt: off
 row("Code has no capabilities, cannot gain privileges, and runs under a seccomp filter",
     ("dict(l.split(':\\t') for l in open('/proc/self/status') if ':\\t' in l)", has_no_privileges),

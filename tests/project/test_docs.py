@@ -18,12 +18,13 @@ from agentgrpo import cli
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import all_keys, load_config, shipped_configs
 from agentgrpo.rewards.rollout_view import RolloutView
+from agentgrpo.sandbox.selftest import CASES
 from agentgrpo.train.config_docs import options
 from agentgrpo.train.plugins import KINDS
 from agentgrpo.types import Rollout
 from bench.pages import with_made
 from tests import architecture
-from tests.sandbox.attacks.suite import CASES
+from tests.sandbox.attacks import test_attacks  # noqa: F401 - registers CASES
 
 ROOT = Path(__file__).parents[2]
 KEYS = {

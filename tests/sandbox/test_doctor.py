@@ -2,13 +2,12 @@
 
 import errno
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from agentgrpo.sandbox import doctor
+from tests.isolation import Completed, run_python
 
 pytestmark = pytest.mark.nsjail
 
@@ -38,16 +37,9 @@ IN_A_CONTAINER = textwrap.dedent(
 )
 
 
-def in_a_container(code: str, error: int = errno.EPERM) -> subprocess.CompletedProcess[str]:
+def in_a_container(code: str, error: int = errno.EPERM) -> Completed:
     """Run code in a Python that may not make namespaces."""
-    prelude = IN_A_CONTAINER.replace("ERRNO_HERE", str(error))
-    return subprocess.run(
-        [sys.executable, "-c", prelude + code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    return run_python(IN_A_CONTAINER.replace("ERRNO_HERE", str(error)) + code)
 
 
 def test_pool_fails_closed_and_names_the_remedy() -> None:
@@ -80,17 +72,11 @@ def test_exhausted_user_namespaces_name_the_sysctl() -> None:
     assert "user.max_user_namespaces" in result.stderr
 
 
-def in_a_mount_namespace(prepare: str, code: str) -> subprocess.CompletedProcess[str]:
+def in_a_mount_namespace(prepare: str, code: str) -> Completed:
     """Run code after shell commands that change what only it sees."""
     if os.geteuid() != 0:
         pytest.skip("changing the mounts of a process needs root")
-    script = f'{prepare}\nexec "$0" -c "$1"'
-    return subprocess.run(
-        ["unshare", "-m", "sh", "-ec", script, sys.executable, code],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python(code, before=["unshare", "-m", "sh", "-ec", f'{prepare}\nexec "$@"', "sh"])
 
 
 COVERED = "mount --bind /dev/null /proc/keys"  # as container runtimes do
@@ -180,7 +166,6 @@ def test_few_descriptors_work_or_are_named() -> None:
         "with SandboxPool(min_idle=0) as p, p.acquire() as s: print(s.step('6 * 7').value)"
     )
     for files, wanted in ((64, "42\n"), (16, "remedy: ulimit -n 65536")):
-        limited = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", sys.executable, "-c", code]
-        done = subprocess.run(limited, capture_output=True, text=True, check=False)
+        done = run_python(code, before=["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"])
         assert wanted in done.stdout + done.stderr, done
         assert "seccomp" not in done.stderr

@@ -12,12 +12,12 @@ from agentgrpo.sandbox.selftest import (
     LIBC,
     OK,
     SIGNAL,
-    Table,
     denied,
     expect,
     refused,
     require_proc,
     require_x86,
+    table,
     value_of,
 )
 from agentgrpo.sandbox.session.pool import SandboxPool
@@ -44,7 +44,7 @@ def as_it_was(session: Session) -> bool:
     return (cpu, init, processors, policy) == (["unlimited"] * 2, own, True, os.SCHED_OTHER)
 
 
-row = Table(__name__).row
+row = table(__name__)
 # fmt: off
 row("System calls with a history of vulnerabilities are denied", denied("""
     bpf: 321, 0, 0, 0; perf_event_open: 298, 0, 0, 0, 0, 0; io_uring_setup: 425, 1, 0;

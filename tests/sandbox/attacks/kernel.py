@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from agentgrpo.sandbox.selftest import (
+    ALIVE,
     ERROR,
     LIBC,
     LIMITS,
@@ -11,15 +12,16 @@ from agentgrpo.sandbox.selftest import (
     OOM,
     TIMEOUT,
     Skip,
-    Table,
     at_most,
     expect,
+    run_steps,
+    table,
     value_of,
 )
 from agentgrpo.sandbox.session.pool import SandboxPool
 from agentgrpo.sandbox.session.session import Session
 from agentgrpo.sandbox.session.step_result import StepResult
-from tests.sandbox.attacks.checks import on_pool, still_works
+from tests.sandbox.attacks.checks import on_pool
 
 HOPS = (
     "import os, time\nread, write = os.pipe()\nstop = time.monotonic() + {seconds}\n"
@@ -53,7 +55,7 @@ def no_locks(session: Session) -> bool:
     return str(session.pid) not in {line.split()[4] for line in lines}
 
 
-row = Table(__name__).row
+row = table(__name__)
 # fmt: off
 row("No socket or process option takes kernel memory that is not counted",
     (LIBC,), ("""
@@ -195,7 +197,7 @@ def descriptors_in_flight(pool: SandboxPool) -> None:
         assert a.step(code).stdout in ("109\n", "24\n")
         for _ in range(pool.min_idle + 2):  # those that were ready before, and later ones
             with pool.acquire() as b:
-                still_works(b)
+                run_steps(b, ALIVE)
 
 
 @on_pool

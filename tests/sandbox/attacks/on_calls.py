@@ -8,10 +8,10 @@ from agentgrpo.sandbox.selftest import (
     ERROR,
     OK,
     TIMEOUT,
-    Table,
     expect,
     require_proc,
     run_steps,
+    table,
 )
 from agentgrpo.sandbox.session.host_tools import HostBudget, HostTools
 from agentgrpo.sandbox.session.pool import SandboxPool
@@ -123,7 +123,7 @@ def without_tools(pool: SandboxPool) -> None:
         expect(session.step(forged), BROKEN)
 
 
-row = Table(__name__).row
+row = table(__name__)
 # fmt: off
 row("The closure of a host function gives no access to others", offered, ("""
     import gc, sys

@@ -1,6 +1,6 @@
 """Attacks on the channel to the host, the interpreter's loop, and the reports of ends."""
 
-from agentgrpo.sandbox.selftest import ALIVE, ERROR, EXIT, OK, Table, Test, require_proc
+from agentgrpo.sandbox.selftest import ALIVE, ERROR, EXIT, OK, Test, require_proc, table
 from agentgrpo.sandbox.session.step_result import StepResult, StepStatus
 
 BROKEN = StepStatus.PROTOCOL_ERROR
@@ -25,7 +25,7 @@ def lost(result: StepResult) -> bool:
 
 
 ANY = tuple(StepStatus)
-row = Table(__name__).row
+row = table(__name__)
 # fmt: off
 row("Closing every descriptor ends the session without blocking the host",
     ("import os; os.closerange(0, 1000)", (*ANY, lost), 5.0))

@@ -12,9 +12,9 @@ from agentgrpo.sandbox.selftest import (
     OOM,
     SIGNAL,
     TIMEOUT,
-    Table,
     Test,
     require_proc,
+    table,
 )
 from agentgrpo.sandbox.session.session import Session
 from agentgrpo.sandbox.session.step_result import StepStatus
@@ -40,7 +40,7 @@ def signalled(session: Session) -> object:
     return select.select([channels.out], [], [], 10.0)[0]
 
 
-row = Table(__name__).row
+row = table(__name__)
 # fmt: off
 row("An endless loop is interrupted and keeps its state",
     ("x = 1",), ("while True: pass", TIMEOUT, 0.2), ("x", "1"))

@@ -1,6 +1,7 @@
 """Attacks on time, output, memory, processes and disk."""
 
 from agentgrpo.sandbox.selftest import (
+    ALIVE,
     ERROR,
     KILLED,
     LIMITS,
@@ -9,13 +10,14 @@ from agentgrpo.sandbox.selftest import (
     SIGNAL,
     TIMEOUT,
     Skip,
-    Table,
     at_most,
     refused,
+    run_steps,
+    table,
 )
 from agentgrpo.sandbox.session.pool import SandboxPool
 from agentgrpo.sandbox.session.step_result import StepResult
-from tests.sandbox.attacks.checks import on_pool, still_works
+from tests.sandbox.attacks.checks import on_pool
 
 FILL = """
     n = 0
@@ -35,7 +37,7 @@ def told(result: StepResult) -> bool:
     return result.oom_kills > 0
 
 
-row = Table(__name__).row
+row = table(__name__)
 # fmt: off
 row("SIGSTOP to itself ends in a kill",
     ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", KILLED, 0.2))
@@ -94,7 +96,7 @@ def busy_neighbours(pool: SandboxPool) -> None:
         for session in busy:
             session.step("import os\nif os.fork() == 0:\n while True: pass")
         with pool.acquire() as other:
-            still_works(other)
+            run_steps(other, ALIVE)
     finally:
         for session in busy:
             session.close()

@@ -1,4 +1,9 @@
-"""The attack suite: one test per case, on every rung that this user can have."""
+"""The attack suite: one test per case, on every rung that this user can have.
+
+Every case is one attack on one property, and passes if the property holds. It gets a fresh session
+(or the pool) and raises AssertionError if it got through. on_*.py has the cases that no machine
+makes a difference to. A dozen cases are in the package, for `agentgrpo sandbox selftest`.
+"""
 
 import os
 from typing import Any
@@ -8,9 +13,18 @@ import pytest
 from agentgrpo import _C
 from agentgrpo.sandbox import SandboxPool
 from agentgrpo.sandbox.isolation.zygote import LADDER, Rung
+from agentgrpo.sandbox.selftest import CASES, LIMITS, Case, Skip, run_cases
 from tests.isolation import need_isolation
-from tests.sandbox.attacks import on_calls, on_pools, on_protocol, on_steps, on_verdicts  # noqa: F401
-from tests.sandbox.attacks.suite import CASES, LIMITS, Case, Skip, run_cases
+from tests.sandbox.attacks import (  # noqa: F401 - each registers its cases
+    escape,
+    kernel,
+    on_calls,
+    on_pools,
+    on_protocol,
+    on_steps,
+    on_verdicts,
+    resources,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:sandbox degraded")]
 Endings = dict[str, BaseException | None]

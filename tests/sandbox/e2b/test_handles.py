@@ -5,9 +5,6 @@ import fcntl
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -24,16 +21,11 @@ from agentgrpo.sandbox import (
 )
 from agentgrpo.sandbox.e2b.commands import CommandHandle
 from agentgrpo.sandbox.isolation.channels import Owned
-from tests.isolation import gone, within
+from tests.isolation import gone, run_python, within
+from tests.sandbox.e2b.test_api import start
 
 pytestmark = pytest.mark.nsjail
 SEED, THREADS, TURNS = 20261122, 4, 500
-
-
-def background(sandbox: Sandbox, cmd: str, *, stdin: bool = False) -> CommandHandle:
-    handle = sandbox.commands.run(cmd, background=True, stdin=stdin)
-    assert isinstance(handle, CommandHandle)
-    return handle
 
 
 def refill(keep: list[int]) -> None:
@@ -58,12 +50,12 @@ def untouched(keep: list[int]) -> bool:
 
 def test_a_finished_handle_cannot_reach_other_processes(pool: SandboxPool) -> None:
     with Sandbox.create(pool=pool) as sandbox, Sandbox.create(pool=pool) as other:
-        handle = background(sandbox, "cat > /dev/null", stdin=True)
+        handle = start(sandbox, "cat > /dev/null", stdin=True)
         sandbox.commands.close_stdin(handle.pid)
         handle.wait()
         keep: list[int] = []
         refill(keep)
-        neighbour = background(other, "sleep 100")
+        neighbour = start(other, "sleep 100")
         assert not handle.kill()
         with pytest.raises(SandboxNotFoundException):
             handle.send_stdin("written")
@@ -137,9 +129,9 @@ def test_ended_background_commands_release_descriptors() -> None:
         sandbox.commands.run("true")
         before = len(os.listdir("/proc/self/fd"))
         for number in range(20):
-            background(sandbox, "echo here; sleep 0.01")
+            start(sandbox, "echo here; sleep 0.01")
             if number % 2:
-                handle = background(sandbox, "echo there; sleep 100")
+                handle = start(sandbox, "echo there; sleep 100")
                 assert handle.kill()
                 with pytest.raises(CommandExitException) as ended:
                     handle.wait()
@@ -169,8 +161,7 @@ def test_a_step_within_a_step_of_the_same_session_is_refused(pool: SandboxPool) 
 
 def test_a_forked_child_does_not_wait_for_locks_of_the_parent() -> None:
     """Whoever holds a lock in the parent when it forks; each of them is found, and held."""
-    code = textwrap.dedent(
-        """
+    code = """
         import gc, os, signal, sys, threading
         from agentgrpo.sandbox import Sandbox, SandboxException, SandboxPool
         from agentgrpo.sandbox.isolation.channels import Owned
@@ -220,14 +211,12 @@ def test_a_forked_child_does_not_wait_for_locks_of_the_parent() -> None:
                 thread.join()
                 print(session.step("6 * 7").value, sandbox.run_code("6 * 7").text)
         """
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code)
     assert done.stdout.split() == ["True", "9", "0", "0", "42", "42"], done
 
 
 def test_ctrl_c_does_not_wait_for_the_end_of_a_step() -> None:
-    code = textwrap.dedent(
-        """
+    code = """
         import os, signal, sys, threading, time
         from agentgrpo.sandbox import SandboxPool
         with SandboxPool(min_idle=0, zygotes=1) as pool:
@@ -244,9 +233,8 @@ def test_ctrl_c_does_not_wait_for_the_end_of_a_step() -> None:
                 session.close()
             print(pool.acquire().step("6 * 7").value)
         """
-    )
     started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code)
     assert done.stdout.split() == [*["interrupted"] * 2, "42"], done
     assert time.monotonic() - started < 30
 
@@ -265,7 +253,7 @@ def test_create_kill_wait_read_and_send_can_interleave() -> None:
             name = f"{dice.random():.16f}"
             sandbox = Sandbox.create(pool=pool, envs={"NAME": name})
             sandbox.files.write("name", name)
-            handle = background(sandbox, "cat; echo $NAME", stdin=True)
+            handle = start(sandbox, "cat; echo $NAME", stdin=True)
             with lock:
                 before, places[at] = places[at], (name, sandbox, handle)
             if before is not None:

@@ -20,9 +20,8 @@ from agentgrpo.sandbox.grading.grade import (
     faults_of_tests,
     names_of,
 )
-from agentgrpo.sandbox.isolation.cgroup import CgroupsUnavailable
-from agentgrpo.sandbox.session import spawner
 from agentgrpo.sandbox.session.step_result import StepError, StepResult, StepStatus
+from tests.isolation import refuse_control_groups
 
 pytestmark = pytest.mark.nsjail
 
@@ -68,11 +67,6 @@ CHEATS = {
         "def add(a, b): os.write(4, frame(3, b'ok', b'0'))"  # of a call that is yet to come
     ),
 }
-
-
-def test_right_code_passes(pool: SandboxPool) -> None:
-    verdict = check_tests(pool, "def add(a, b): return a + b", TESTS)
-    assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
@@ -560,10 +554,6 @@ def test_too_large_tests_are_an_infra_error() -> None:
     assert "could not be started" in verdict.reason
 
 
-def refuse(*_: object) -> None:
-    raise CgroupsUnavailable("refused by the test")
-
-
 def test_grading_does_not_wait_for_rollouts() -> None:
     with SandboxPool(min_idle=0, zygotes=1, max_live=1, all_cpus=1.5) as pool, pool.acquire():
         graders = GradingPool(pool)
@@ -659,7 +649,7 @@ def test_an_answer_too_large_for_the_judge_is_an_infra_error(
 ) -> None:
     """Whether the kernel ends the judge or Python has a MemoryError."""
     if not grouped:
-        monkeypatch.setattr(spawner, "Cgroups", refuse)
+        refuse_control_groups(monkeypatch)
     code = """
 import json
 dumps, n = json.dumps, 0

@@ -6,9 +6,6 @@ infra_error only on evidence from outside of the session (docs/sandbox.md, "Whos
 import os
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +25,7 @@ from agentgrpo.sandbox.isolation.channels import children_of
 from agentgrpo.sandbox.isolation.zygote import Rung
 from agentgrpo.sandbox.selftest import LIMITS
 from agentgrpo.sandbox.session.interpreters import start_context
-from tests.isolation import gone, need_isolation, within
+from tests.isolation import gone, need_isolation, run_python, within
 
 pytestmark = pytest.mark.nsjail
 RUNGS = [Rung.ZYGOTE_USERNS, Rung.ZYGOTE_ROOT]
@@ -212,8 +209,7 @@ def test_missing_descriptors_are_an_infra_error() -> None:
 
 
 def test_time_of_a_stopped_host_does_not_count() -> None:
-    code = textwrap.dedent(
-        """
+    code = """
         import os, signal, subprocess, sys
         from agentgrpo.sandbox import SandboxPool
         with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as a:
@@ -225,6 +221,5 @@ def test_time_of_a_stopped_host_does_not_count() -> None:
             print(a.cell("print(1, flush=True)\\nimport time; time.sleep(0.2); 42", 1.0,
                          listener=heard).status)
         """
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code)
     assert done.stdout.split() == ["ok"], done.stderr

@@ -15,9 +15,9 @@ from agentgrpo.sandbox import (
     Template,
 )
 from agentgrpo.sandbox.e2b.api import close_shared_pools
-from agentgrpo.sandbox.e2b.commands import CommandHandle
 from agentgrpo.sandbox.e2b.execution import results_of
 from agentgrpo.sandbox.isolation.template import DATA, find_template
+from tests.sandbox.e2b.test_api import start
 
 pytestmark = pytest.mark.nsjail
 
@@ -169,9 +169,7 @@ def test_commands_can_import_the_packages_of_cells(sandbox: Sandbox, name: str) 
     command, printed = PYTHONS[name]
     logs = sandbox.run_code(command, language="bash").logs
     assert printed in "".join(logs.stdout), logs
-    handle = sandbox.commands.run(f"{command} || true", background=True)
-    assert isinstance(handle, CommandHandle)
-    assert printed in handle.wait().stdout
+    assert printed in start(sandbox, f"{command} || true").wait().stdout
     code = f"subprocess.run({command!r}, shell=True, capture_output=True, text=True).stdout"
     text = sandbox.run_code(f"import subprocess; print({code})").logs.stdout
     assert printed in "".join(text)

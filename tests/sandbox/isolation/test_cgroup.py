@@ -7,8 +7,6 @@ files are not.
 
 import errno
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +20,7 @@ from agentgrpo.sandbox import Limits, SandboxPool
 from agentgrpo.sandbox.isolation import cgroup
 from agentgrpo.sandbox.isolation.cgroup import Cgroups, CgroupsUnavailable
 from agentgrpo.support import control_groups
-from tests.isolation import within
+from tests.isolation import run_python, within
 
 pytestmark = pytest.mark.nsjail
 
@@ -71,12 +69,7 @@ cgroup.ControlGroup.counts = lambda self: (0, 2)
 
 
 def run_in(own: Path, controller: str, code: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", STAND_INS + textwrap.dedent(code), str(own), controller],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(STAND_INS + textwrap.dedent(code), own, controller)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -139,6 +132,13 @@ def test_missing_cgroup_file_system_is_reported(monkeypatch: pytest.MonkeyPatch)
         Cgroups(Limits())
 
 
+def v1_groups(pool: SandboxPool) -> Cgroups:
+    groups = pool._spawner.cgroups
+    if groups is None or groups.version == 2 or "cpu" not in groups._parents:
+        pytest.skip("no writable v1 cpu hierarchy")
+    return groups
+
+
 def throttled(stat: Path) -> bool:
     return "nr_throttled 0\n" not in stat.read_text()
 
@@ -146,9 +146,7 @@ def throttled(stat: Path) -> bool:
 def test_processors_are_limited_per_pool_and_per_session() -> None:
     limits = Limits(cpus=0.05)
     with SandboxPool(limits=limits, all_cpus=0.1, min_idle=0, zygotes=1) as pool:
-        groups = pool._spawner.cgroups
-        if groups is None or groups.version == 2 or "cpu" not in groups._parents:
-            pytest.skip("no writable v1 cpu hierarchy")
+        groups = v1_groups(pool)
         assert pool.describe()["processors"] == "0.1 for all sessions, 0.05 for each"
         together = groups._parents["cpu"]
         assert (together / "cpu.cfs_quota_us").read_text() == "10000\n"
@@ -163,9 +161,7 @@ def test_processors_are_limited_per_pool_and_per_session() -> None:
             for group in (together, own):
                 assert within(partial(throttled, group / "cpu.stat"))
     with SandboxPool(min_idle=0, zygotes=1) as pool:
-        groups = pool._spawner.cgroups
-        assert groups is not None
-        assert groups.all_cpus == (os.cpu_count() or 1) / 2, "half of the machine"
+        assert v1_groups(pool).all_cpus == (os.cpu_count() or 1) / 2, "half of the machine"
 
 
 @pytest.mark.parametrize(("niceness", "shares"), [(1, 5120), (5, 1024), (19, 269)])
@@ -184,10 +180,7 @@ def test_niceness_sets_the_weight_of_the_pool(niceness: int, shares: int, tmp_pa
     Cgroups._limit_processors(v2, tmp_path)
     assert (tmp_path / "cpu.weight").read_text() == str(500 // niceness)
     with SandboxPool(limits=limits, min_idle=0, zygotes=1) as pool:
-        groups = pool._spawner.cgroups
-        if groups is None or groups.version == 2 or "cpu" not in groups._parents:
-            pytest.skip("no writable v1 cpu hierarchy")
-        assert (groups._parents["cpu"] / "cpu.shares").read_text() == f"{shares}\n"
+        assert (v1_groups(pool)._parents["cpu"] / "cpu.shares").read_text() == f"{shares}\n"
 
 
 @pytest.mark.parametrize("file", ["cpu.cfs_period_us", "cpu.cfs_quota_us"])
@@ -202,9 +195,7 @@ def test_memory_is_limited_without_a_cpu_controller(
         write(path, value)
 
     with SandboxPool(min_idle=0, zygotes=1) as pool:
-        groups = pool._spawner.cgroups
-        if groups is None or groups.version == 2 or "cpu" not in groups._parents:
-            pytest.skip("no writable v1 cpu hierarchy")
+        v1_groups(pool)
     monkeypatch.setattr(cgroup, "_write", refusing)
     with SandboxPool(min_idle=0, zygotes=1) as pool, pool.acquire() as session:
         told = pool.describe()
@@ -229,9 +220,8 @@ def test_a_smaller_quota_of_the_parent_group_is_accepted() -> None:
             "from agentgrpo.sandbox import SandboxPool\n"
             "with SandboxPool(min_idle=0, zygotes=1) as pool: print(pool.describe())"
         )
-        asked = [sys.executable, "-c", code, str(own / "cgroup.procs")]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True)
-        assert "'memory_limit': 'control group (v1) per session'" in done.stdout
+        done = run_python(code, own / "cgroup.procs")
+        assert "'memory_limit': 'control group (v1) per session'" in done.stdout, done
     finally:
         cgroup._remove_tree(own)
 

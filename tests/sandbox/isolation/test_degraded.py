@@ -6,9 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from agentgrpo import _C
 from agentgrpo.sandbox import (
     CommandResult,
     FileNotFoundException,
-    HostTools,
     Limits,
     NotSupportedException,
     Sandbox,
@@ -67,11 +64,6 @@ def test_every_result_is_degraded(bare: Session) -> None:
     assert all(result.degraded for result in results)
 
 
-@pytest.mark.nsjail
-def test_isolated_sessions_are_not_flagged(session: Session) -> None:
-    assert not session.step("1").degraded
-
-
 def test_pool_warns_and_describes_the_degradation() -> None:
     with pytest.warns(UserWarning, match="sandbox degraded"):
         pool = make_pool()
@@ -98,7 +90,8 @@ def test_files_commands_interpreters_and_grading_work(bare_pool: SandboxPool) ->
     """As on every rung; but for names that lead out of the one directory that it has."""
     with Sandbox.create(pool=bare_pool) as sandbox:
         sandbox.files.write("d/f", "text")
-        assert sandbox.run_code("open('d/f').read()").text == "text"
+        seen = "import os; open('d/f').read(), os.environ['HOME'] == os.getcwd()"
+        assert sandbox.run_code(seen).text == "('text', True)"
         assert sandbox.files.read("/home/user/d/f") == "text"
         assert [entry.name for entry in sandbox.files.list(depth=2)] == ["d", "f"]
         home = sandbox._session.places.home
@@ -147,27 +140,6 @@ def test_an_interpreter_in_a_private_home_works(tmp_path: Path) -> None:
         assert refused.name == "PermissionError"
     with pytest.raises(SandboxUnavailable, match="chmod o\\+x"):
         SandboxPool(template=Template(mounts=(str(tmp_path / "site"),)), **options).close()
-
-
-def test_state_files_and_programs_work(bare: Session) -> None:
-    bare.step("import os, subprocess; x = 1; open('f', 'w').write('kept')")
-    assert bare.step("x, open('f').read(), os.environ['HOME'] == os.getcwd()").value == (
-        "(1, 'kept', True)"
-    )
-    shown = bare.step("subprocess.run(['ls'], capture_output=True, text=True).stdout")
-    assert shown.value == "'f\\n'"
-
-
-def test_host_functions_can_be_called(bare_pool: SandboxPool) -> None:
-    def double(number: int) -> int:
-        """Twice as much."""
-        return 2 * number
-
-    with bare_pool.acquire(host=HostTools([double]).begin()) as session:
-        assert session.step("double(double(10)) + 2").value == "42"
-        error = session.step("double('x')").error
-        assert error is not None
-        assert error.name == "TypeError"
 
 
 @pytest.mark.skipif(_C.sandbox_landlock_version() == 0, reason="no Landlock in this kernel")
@@ -250,27 +222,6 @@ def test_orphans_end_with_the_interpreter(bare: Session) -> None:
     tree = process_tree(bare.init_pid)
     assert bare.step("os._exit(0)").status is StepStatus.EXIT
     assert all(gone(pid) for pid in tree)
-
-
-def test_limits_hold(bare_pool: SandboxPool) -> None:
-    with bare_pool.acquire() as session:
-        session.limits = replace(session.limits, grace_s=30.0)  # of a busy machine
-        session.step("x = 1")
-        assert session.step("while True: pass", 0.2).status is StepStatus.TIMEOUT
-        assert session.step("x").value == "1"
-    with bare_pool.acquire() as session:
-        code = "import signal; signal.signal(2, signal.SIG_IGN)\nwhile True: pass"
-        started = time.monotonic()
-        assert session.step(code, 0.2).status is StepStatus.TIMEOUT_KILLED
-        assert time.monotonic() - started < 30  # of a busy machine; else its own time, half an hour
-    for code, wanted in (
-        ("while True: print('x' * 1000)", {StepStatus.OUTPUT_LIMIT}),
-        ("x = []\nwhile True: x.append(bytearray(1 << 20))", {StepStatus.OOM, StepStatus.ERROR}),
-        ("import os\nwhile True:\n try: os.fork()\n except OSError: pass",
-         {StepStatus.TIMEOUT, StepStatus.TIMEOUT_KILLED, StepStatus.OOM, StepStatus.SIGNAL}),
-    ):  # fmt: skip
-        assert bare_pool.run(code, 1.0).status in wanted
-    assert bare_pool.run("6 * 7").value == "42"
 
 
 def test_deep_directories_are_removed(bare_pool: SandboxPool) -> None:

@@ -2,8 +2,6 @@
 
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from agentgrpo.sandbox import SandboxPool, SandboxUnavailable
 from agentgrpo.sandbox.isolation import jail
 from agentgrpo.sandbox.isolation.jail import JAIL_ID, has_own_ids
 from agentgrpo.sandbox.isolation.zygote import LADDER, Rung, Zygote
-from tests.isolation import need_isolation
+from tests.isolation import need_isolation, run_python
 from tests.sandbox.isolation.test_degraded import make_pool
 
 pytestmark = pytest.mark.nsjail
@@ -91,8 +89,7 @@ with SandboxPool(min_idle=0, zygotes=1) as pool:
 def test_sessions_start_under_low_hard_limits(kind: str) -> None:
     if kind == "CORE" and jail._core_pattern().startswith("|"):
         pytest.skip("this machine starts a program for each crash at a limit of 0")
-    asked = [sys.executable, "-c", LIMITED, kind, str(HARD[kind])]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    done = run_python(LIMITED, kind, HARD[kind])
     assert done.stdout == "True\n", done.stderr
 
 

@@ -13,8 +13,7 @@ from agentgrpo.sandbox import (
     SandboxPool,
     StepResult,
 )
-from agentgrpo.sandbox.session.host_tools import HostCalls
-from tests.sandbox.session.hosted import LATE, error_of, release, seen, tools
+from tests.sandbox.session.hosted import LATE, answer, error_of, release, seen, tools
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.usefixtures("hosted")]
 
@@ -114,10 +113,6 @@ def test_the_same_arguments_have_the_same_answer(
         assert host.calls == 4, "those that the cache answers count too"
     assert len(seen) == calls
     assert (values[0] == values[1]) == (cached == "run")
-
-
-def answer(calls: HostCalls, name: str, data: bytes = b"[[],{}]") -> HostCall:
-    return calls.answer(name, data, 0, 9.0, None, lambda: False)
 
 
 def test_concurrent_calls_share_an_answer_and_failures_are_not_cached() -> None:

@@ -106,14 +106,6 @@ def test_variables_come_from_image_pool_and_session(store: Path) -> None:
         assert shell(session, 'echo "$STEP"') == ""
 
 
-def test_changes_of_a_session_are_private(pool: SandboxPool, store: Path) -> None:
-    with pool.acquire() as first, pool.acquire() as second:
-        shell(first, "echo 2 > /etc/version; rm -r /usr/lib/python3*/json; echo x > /new")
-        assert shell(second, "cat /etc/version; ls -d /usr/lib/python3*/json") != "2"
-        assert second.step("cat /new").status is StepStatus.ERROR
-    assert Path(get_image("tiny").layers[0], "etc/version").read_text() == "1\n"
-
-
 def test_one_pool_serves_all_images(pool: SandboxPool, store: Path) -> None:
     add_layer(store, "more", {"etc/version": "2\n", "opt/tool": "t"})
     record("other", ["more"], workdir="/opt")
@@ -215,8 +207,6 @@ def test_terminals_are_private(session: Session) -> None:
     told = shell(session, f"python3 -c '{TERMINALS}'")
     assert "/dev/pts/0" in told
     assert "got text" in told
-    typed = "import fcntl, os; fcntl.ioctl(os.openpty()[1], 0x5412, b'x')"  # TIOCSTI
-    assert session.step(f'python3 -c "{typed}"').status is StepStatus.ERROR
 
 
 def test_proc_shows_the_machine_and_is_read_only(session: Session) -> None:
@@ -231,10 +221,6 @@ def test_root_in_an_image_can_run_package_managers(session: Session) -> None:
     shell(session, "python3 -c 'import os; os.setgroups([]); os.setresuid(65534, 65534, 65534)'")
     low = 'import socket; socket.create_server(("127.0.0.1", 80)).close()'
     shell(session, f"python3 -c '{low}'")
-
-
-def test_describe_names_shared_users(pool: SandboxPool) -> None:
-    assert pool.describe()["users"] == "one for all sessions"
 
 
 @pytest.mark.parametrize(("rung", "needs_root"), [(Rung.ZYGOTE_ROOT, True), (Rung.BARE, False)])

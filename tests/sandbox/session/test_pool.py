@@ -9,7 +9,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,22 +33,18 @@ from tests.isolation import gone, within
 pytestmark = pytest.mark.nsjail
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    assert within(condition), what
-
-
 def test_idle_sessions_are_started_in_the_background() -> None:
     with SandboxPool(min_idle=3, max_live=4) as pool:
-        wait_for(lambda: pool.metrics()["idle"] == 3, "three idle sessions")
+        assert within(lambda: pool.metrics()["idle"] == 3), "three idle sessions"
         with pool.acquire() as session:
             assert session.step("1").value == "1"
         assert pool.metrics()["from_idle"] == 1
-        wait_for(lambda: pool.metrics()["idle"] == 3, "the pool to fill up again")
+        assert within(lambda: pool.metrics()["idle"] == 3), "the pool to fill up again"
 
 
 def test_a_dead_idle_session_is_not_returned() -> None:
     with SandboxPool(min_idle=1, max_live=2) as pool:
-        wait_for(lambda: pool.metrics()["idle"] == 1, "an idle session")
+        assert within(lambda: pool.metrics()["idle"] == 1), "an idle session"
         init = pool._idle[0].init_pid
         os.kill(init, signal.SIGKILL)
         assert gone(init)
@@ -116,7 +111,7 @@ def test_acquire_raises_when_the_pool_closes() -> None:
     pool.acquire()
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(pool.acquire, 60.0) for _ in range(3)]
-        wait_for(lambda: pool.metrics()["waited"] == 3, "them to wait")
+        assert within(lambda: pool.metrics()["waited"] == 3), "them to wait"
         pool.close()
         told = [str(one.exception(timeout=10)) for one in waiting]
     assert told == ["the pool is closed"] * 3
@@ -174,11 +169,11 @@ def test_session_time_ends_between_steps() -> None:
         sessions = [pool.acquire(), pool.acquire()]
         sessions[0].step("import os\nif os.fork() == 0:\n while True: pass")
         assert gone(sessions[0].pid)
-        wait_for(lambda: pool.metrics()["live"] == 0, "their places to be free")
+        assert within(lambda: pool.metrics()["live"] == 0), "their places to be free"
         for session in sessions:
             result = session.step("1")
             assert (result.status, result.detail) == ("timeout_killed", "the session lived 0.5 s")
-        wait_for(lambda: pool.metrics()["idle"] == 1, "an idle session")
+        assert within(lambda: pool.metrics()["idle"] == 1), "an idle session"
         with pool.acquire() as fresh:
             assert fresh.step("6 * 7").value == "42", "those that wait have not begun"
 

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 
 from agentgrpo.sandbox import Limits, SandboxPool, SandboxUnavailable, Session, StepStatus
 from agentgrpo.sandbox.selftest import ERROR, EXIT, TIMEOUT, run_steps
+from tests.isolation import run_python
 
 pytestmark = pytest.mark.nsjail
 STARTS_WITH = ["__builtins__", "__doc__", "__loader__", "__name__", "__package__", "__spec__",
@@ -75,9 +74,7 @@ def test_syntax_error_looks_like_pythons(session: Session) -> None:
     result = session.step("def f(:")
     assert result.error is not None
     ours = result.error.traceback.splitlines()
-    theirs = subprocess.run(
-        [sys.executable, "-c", "def f(:"], capture_output=True, text=True, check=False
-    ).stderr.splitlines()
+    theirs = run_python("def f(:").stderr.splitlines()
     assert ours[1:] == theirs[1:]
     assert ours[0] == '  File "<cell 1>", line 1'
 

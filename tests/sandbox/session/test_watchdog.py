@@ -13,11 +13,10 @@ import pytest
 
 from agentgrpo._C import sandbox_tree_kib
 from agentgrpo.sandbox import Limits, SandboxPool, Session, StepStatus
-from agentgrpo.sandbox.isolation import cgroup
 from agentgrpo.sandbox.isolation.channels import process_tree
-from agentgrpo.sandbox.session import spawner, watchdog
+from agentgrpo.sandbox.session import watchdog
 from agentgrpo.sandbox.session.watchdog import SOCKET_KIB, files_kib, sockets_kib, used_kib
-from tests.isolation import within
+from tests.isolation import refuse_control_groups, within
 from tests.sandbox.attacks.kernel import HOPS
 
 pytestmark = pytest.mark.nsjail
@@ -35,11 +34,8 @@ FILES = (
 
 @pytest.fixture(scope="module")
 def groupless() -> Iterator[SandboxPool]:
-    def refuse(*_: object) -> cgroup.Cgroups:
-        raise cgroup.CgroupsUnavailable("refused by the test")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spawner, "Cgroups", refuse)
+        refuse_control_groups(patch)
         pool = SandboxPool(limits=Limits(memory_mib=128, processes=32), min_idle=0, max_live=8)
     with pool:
         yield pool
@@ -270,12 +266,6 @@ def test_available_memory_is_read_from_the_kernel() -> None:
         process.kill()
     assert sandbox_tree_kib(process.pid, 1, 0) == 0
     assert process_tree(os.getpid())[0] == os.getpid()
-
-
-def test_the_watchdog_ends_with_the_pool(groupless: SandboxPool) -> None:
-    assert groupless._watchdog is not None
-    assert groupless._watchdog._thread.is_alive()
-    assert "watchdog" in groupless.describe()["memory_limit"]
 
 
 def test_no_watchdog_with_control_groups(pool: SandboxPool, session: Session) -> None:
