@@ -93,31 +93,25 @@ get_arrays(Plan *plan, PyObject *const *args)
         }
     }
     plan->num_rows = (int32_t)plan->arrays[LENGTH].shape[0];
-    for (int i = SAMPLE; i <= WEIGHT; i++) {
-        if (plan->arrays[i].shape[0] != plan->num_rows) {
-            PyErr_Format(PyExc_ValueError, "%d rows, but %zd %s", (int)plan->num_rows,
-                         plan->arrays[i].shape[0], names[i]);
+    for (int32_t r = 0; r < plan->num_rows; r++) {
+        if (int_at(plan, LENGTH, r) < 0) {
+            PyErr_SetString(PyExc_ValueError, "num_segments: expected no negative number");
+            return -1;
+        }
+        plan->num_segments += int_at(plan, LENGTH, r);
+    }
+    for (int i = START; i < NUM_ARRAYS; i++) {
+        const Py_ssize_t expected = i < LENGTH ? plan->num_segments : plan->num_rows;
+        if (plan->arrays[i].shape[0] != expected) {
+            PyErr_Format(PyExc_ValueError, "%s: expected %zd, one per %s, got %zd", names[i],
+                         expected, i < LENGTH ? "segment" : "row", plan->arrays[i].shape[0]);
             return -1;
         }
     }
     for (int32_t r = 0; r < plan->num_rows; r++) {
-        const int32_t length = int_at(plan, LENGTH, r);
-        if (length < 0) {
-            PyErr_Format(PyExc_ValueError, "rollout %d: num_segments is %d",
-                         (int)int_at(plan, SAMPLE, r), (int)length);
-            return -1;
-        }
         if (!isfinite(float_at(plan, WEIGHT, r))) {
             PyErr_Format(PyExc_ValueError, "rollout %d: weight is not finite",
                          (int)int_at(plan, SAMPLE, r));
-            return -1;
-        }
-        plan->num_segments += length;
-    }
-    for (int i = START; i <= ADVANTAGE; i++) {
-        if (plan->arrays[i].shape[0] != plan->num_segments) {
-            PyErr_Format(PyExc_ValueError, "num_segments sums to %zd, but there are %zd %s",
-                         plan->num_segments, plan->arrays[i].shape[0], names[i]);
             return -1;
         }
     }
@@ -275,11 +269,7 @@ raise_excess(const Plan *plan, const Excess *excess)
                  (int)plan->max_tokens);
 }
 
-PyDoc_STRVAR(sizes_doc, "sizes($self, /)\n"
-                        "--\n"
-                        "\n"
-                        "Number of tokens T and of loss terms N of each tree, as (T, N).");
-
+/* sizes(): number of tokens T and of loss terms N of each tree, as (T, N). */
 static PyObject *
 plan_sizes(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
@@ -297,15 +287,9 @@ plan_sizes(PyObject *self, PyObject *Py_UNUSED(ignored))
     return sizes;
 }
 
-PyDoc_STRVAR(
-    lay_out_doc,
-    "lay_out($self, tree, /)\n"
-    "--\n"
-    "\n"
-    "The runs of tokens and of loss terms of a tree, each a bytearray of int32 columns in\n"
-    "any order: start, source, position, tout; and start, source, source of logprobs, row,\n"
-    "sample, turn, the bits of the float32 advantage and weight. Releases the GIL.");
-
+/* lay_out(tree): the runs of tokens and of loss terms of a tree, each a bytearray of int32 columns
+ * in any order: start, source, position, tout; and start, source, source of logprobs, row, sample,
+ * turn, the bits of the float32 advantage and weight. Releases the GIL. */
 /* Makes a bytearray for the counted runs, and points the table to it. */
 static PyObject *
 allot(Table *table, int columns)
@@ -387,6 +371,17 @@ make(Plan *plan, PyObject *const *args)
     return 0;
 }
 
+/* TreePlan(token_ids, logprobs, starts, sizes, logprob_starts, advantages, num_segments, samples,
+ * weights, max_tokens, drop_zero_advantage, share_prefixes, whole_rollouts): plan the prefix trees
+ * of a step's rows, with at most max_tokens tokens each. Without share_prefixes every row is a
+ * tree of its own. With whole_rollouts all rows of a rollout are in one tree.
+ *
+ * token_ids (int32) and logprobs (float32) have the values of the step, in any order. starts,
+ * sizes, logprob_starts (int32; -1: not sampled by the policy) and advantages (float32) have one
+ * element per segment, row by row. num_segments (int32), samples (int32: the rollout of the row;
+ * rows of a rollout are adjacent) and weights (float32) have one element per row. The plan keeps
+ * references to the arrays, no copies. Raises TypeError or ValueError with the rollout and the
+ * field. Releases the GIL. */
 static PyObject *
 plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -417,26 +412,9 @@ plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return self;
 }
 
-PyDoc_STRVAR(
-    plan_doc,
-    "TreePlan(token_ids, logprobs, starts, sizes, logprob_starts, advantages, num_segments,\n"
-    "         samples, weights, max_tokens, drop_zero_advantage, share_prefixes, whole_rollouts)\n"
-    "--\n"
-    "\n"
-    "Plan the prefix trees of a step's rows, with at most max_tokens tokens each. Without\n"
-    "share_prefixes every row is a tree of its own. With whole_rollouts all rows of a rollout are\n"
-    "in one tree.\n"
-    "\n"
-    "token_ids (int32) and logprobs (float32) have the values of the step, in any order. starts,\n"
-    "sizes, logprob_starts (int32; -1: not sampled by the policy) and advantages (float32) have\n"
-    "one element per segment, row by row. num_segments (int32), samples (int32: the rollout of\n"
-    "the row; rows of a rollout are adjacent) and weights (float32) have one element per row. The\n"
-    "plan keeps references to the arrays, no copies. Raises TypeError or ValueError with the\n"
-    "rollout and the field. Releases the GIL.");
-
 static PyMethodDef plan_methods[] = {
-    {"sizes", plan_sizes, METH_NOARGS, sizes_doc},
-    {"lay_out", plan_lay_out, METH_O, lay_out_doc},
+    {"sizes", plan_sizes, METH_NOARGS, NULL},
+    {"lay_out", plan_lay_out, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -444,7 +422,6 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_new, (void *)plan_new},
     {Py_tp_dealloc, (void *)plan_dealloc},
     {Py_tp_methods, plan_methods},
-    {Py_tp_doc, (void *)plan_doc},
     {0, NULL},
 };
 

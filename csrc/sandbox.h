@@ -34,7 +34,6 @@ struct sandbox_report {
     int32_t value;  /* EXIT: the wait status; FAILED: the setup step */
     int32_t detail; /* FAILED: errno */
     int32_t unused;
-    int64_t max_rss_kib;
     int64_t cpu_us;
 };
 

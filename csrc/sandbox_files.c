@@ -12,15 +12,10 @@
 
 #include "methods.h"
 
-PyDoc_STRVAR(
-    open_in_doc,
-    "open_in($module, root, path, flags, mode, /)\n"
-    "--\n"
-    "\n"
-    "Open path as a process whose root directory is descriptor root, and return the descriptor.\n"
-    "Symbolic links, also absolute ones, resolve inside root; the magic links of /proc do not\n"
-    "resolve. Does not block; the descriptor is not inherited. Raises OSError.");
-
+/* open_in(root, path, flags, mode): open path as a process whose root directory is descriptor
+ * root, and return the descriptor. Symbolic links, also absolute ones, resolve inside root; the
+ * magic links of /proc do not resolve. Does not block; the descriptor is not inherited. Raises
+ * OSError. */
 static PyObject *
 open_in(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -42,15 +37,9 @@ open_in(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromLong(fd);
 }
 
-PyDoc_STRVAR(
-    act_as_doc,
-    "act_as($module, uid, /)\n"
-    "--\n"
-    "\n"
-    "Access files as this user and group, in this thread only. Returns the previous user. For a\n"
-    "root thread this also suspends the capabilities that override permissions.\n"
-    "Raises PermissionError if this thread is not allowed to.");
-
+/* act_as(uid): access files as this user and group, in this thread only. Returns the previous
+ * user. For a root thread this also suspends the capabilities that override permissions. Raises
+ * PermissionError if this thread is not allowed to. */
 static PyObject *
 act_as(PyObject *Py_UNUSED(module), PyObject *arg)
 {
@@ -69,7 +58,7 @@ act_as(PyObject *Py_UNUSED(module), PyObject *arg)
 }
 
 PyMethodDef agentgrpo_sandbox_files_methods[] = {
-    {"sandbox_open_in", open_in, METH_VARARGS, open_in_doc},
-    {"sandbox_act_as", act_as, METH_O, act_as_doc},
+    {"sandbox_open_in", open_in, METH_VARARGS, NULL},
+    {"sandbox_act_as", act_as, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

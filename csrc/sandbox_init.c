@@ -267,7 +267,6 @@ reap(void)
         if (pid <= 0) {
             return 0;
         }
-        message.max_rss_kib = used.ru_maxrss;
         message.cpu_us = (used.ru_utime.tv_sec + used.ru_stime.tv_sec) * 1000000 +
                          used.ru_utime.tv_usec + used.ru_stime.tv_usec;
         if (pid == interpreter) {

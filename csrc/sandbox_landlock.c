@@ -128,11 +128,7 @@ sandbox_restrict_files(const char *readable, const char *home)
     return failed ? -1 : 0;
 }
 
-PyDoc_STRVAR(version_doc, "landlock_version($module, /)\n"
-                          "--\n"
-                          "\n"
-                          "The version of Landlock in this kernel; 0 if there is none.");
-
+/* landlock_version(): the version of Landlock in this kernel; 0 if there is none. */
 static PyObject *
 get_version(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
@@ -141,6 +137,6 @@ get_version(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 }
 
 PyMethodDef agentgrpo_sandbox_landlock_methods[] = {
-    {"sandbox_landlock_version", get_version, METH_NOARGS, version_doc},
+    {"sandbox_landlock_version", get_version, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -222,15 +222,9 @@ tree_memory(int root, size_t most, long enough, struct pids *pids, struct pids *
     return least;
 }
 
-PyDoc_STRVAR(
-    tree_kib_doc,
-    "tree_kib($module, root, most, enough_kib, /)\n"
-    "--\n"
-    "\n"
-    "KiB of memory of a process and its descendants (about `most` of them at most), without\n"
-    "file-backed pages. Up to enough_kib the result is an upper bound, in which pages that\n"
-    "forks share count for each; above it each page counts once. Raises OSError.");
-
+/* tree_kib(root, most, enough_kib): KiB of memory of a process and its descendants (about `most`
+ * of them at most), without file-backed pages. Up to enough_kib the result is an upper bound, in
+ * which pages that forks share count for each; above it each page counts once. Raises OSError. */
 static PyObject *
 tree_kib(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -252,6 +246,6 @@ tree_kib(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyMethodDef agentgrpo_sandbox_memory_methods[] = {
-    {"sandbox_tree_kib", tree_kib, METH_VARARGS, tree_kib_doc},
+    {"sandbox_tree_kib", tree_kib, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -66,12 +66,6 @@ struct session_spec {
     struct sandbox_bounds bounds;
 };
 
-static void
-refuse(const struct session_spec *spec, enum sandbox_setup_step step)
-{
-    sandbox_refuse(spec->status, step);
-}
-
 static int
 has_image(const struct session_spec *spec)
 {
@@ -102,7 +96,7 @@ enter_user_namespace(const struct session_spec *spec)
         write_file("/proc/self/uid_map", map) < 0 || write_file("/proc/self/gid_map", map) < 0 ||
         syscall(SYS_setresgid, inside, inside, inside) < 0 ||
         syscall(SYS_setresuid, inside, inside, inside) < 0) {
-        refuse(spec, SANDBOX_SETUP_USERS);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_USERS);
     }
 }
 
@@ -206,17 +200,17 @@ mount_private_files(struct session_spec *spec)
                     (access("/sandbox/tree", F_OK) == 0 && mount_tree(spec->home_options, plain)) ||
                     mount("tmpfs", "/tmp", "tmpfs", plain, spec->tmp_options) < 0)) ||
         mount("tmpfs", "/dev/shm", "tmpfs", plain | MS_NOEXEC, spec->shm_options) < 0) {
-        refuse(spec, SANDBOX_SETUP_MOUNTS);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_MOUNTS);
     }
     const unsigned long locked = plain | MS_NOEXEC | MS_RDONLY;
     const char *subset = image ? NULL : "subset=pid"; /* programs of an image read /proc/meminfo */
     const int failed = spec->own_proc ? mount("proc", "/proc", "proc", locked, subset)
                                       : mount("tmpfs", "/proc", "tmpfs", locked, "size=4k");
     if (failed < 0) {
-        refuse(spec, SANDBOX_SETUP_PROC);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_PROC);
     }
     if (image ? mount_image(spec, plain) : chdir("/home/user") < 0) {
-        refuse(spec, image ? SANDBOX_SETUP_IMAGE : SANDBOX_SETUP_MOUNTS);
+        sandbox_refuse(spec->status, image ? SANDBOX_SETUP_IMAGE : SANDBOX_SETUP_MOUNTS);
     }
 }
 
@@ -226,7 +220,7 @@ raise_loopback(const struct session_spec *spec)
     struct ifreq request = {.ifr_name = "lo", .ifr_flags = IFF_UP};
     const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request) < 0) {
-        refuse(spec, SANDBOX_SETUP_NETWORK);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_NETWORK);
     }
     close(fd);
     if (spec->cgroups[0] < 0) {
@@ -241,7 +235,7 @@ static void
 limit(const struct session_spec *spec, __rlimit_resource_t resource, unsigned long long value)
 {
     if (sandbox_lower_limit(resource, value) < 0) {
-        refuse(spec, SANDBOX_SETUP_LIMITS);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_LIMITS);
     }
 }
 
@@ -258,7 +252,7 @@ set_limits(const struct session_spec *spec)
     /* under nice(1) the inherited value may be higher, and cannot be lowered */
     if (getpriority(PRIO_PROCESS, 0) < spec->niceness &&
         setpriority(PRIO_PROCESS, 0, spec->niceness) < 0) {
-        refuse(spec, SANDBOX_SETUP_LIMITS);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_LIMITS);
     }
 }
 
@@ -275,20 +269,20 @@ drop_privileges(const struct session_spec *spec)
             if (errno == EINVAL && capability > 0) { /* one past the kernel's last capability */
                 break;
             }
-            refuse(spec, SANDBOX_SETUP_PRIVILEGES);
+            sandbox_refuse(spec->status, SANDBOX_SETUP_PRIVILEGES);
         }
     }
     const int own_user = spec->mode == MODE_ROOT || (spec->mode == MODE_BARE && geteuid() == 0);
     if (own_user && (syscall(SYS_setgroups, 0, NULL) < 0 ||
                      syscall(SYS_setresgid, spec->uid, spec->uid, spec->uid) < 0 ||
                      syscall(SYS_setresuid, spec->uid, spec->uid, spec->uid) < 0)) {
-        refuse(spec, SANDBOX_SETUP_PRIVILEGES);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_PRIVILEGES);
     }
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
     struct __user_cap_data_struct data[2] = {{retained, retained, retained}, {0, 0, 0}};
     if (prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) < 0 ||
         syscall(SYS_capset, &header, data) < 0 || prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0) {
-        refuse(spec, SANDBOX_SETUP_PRIVILEGES);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_PRIVILEGES);
     }
 }
 
@@ -298,7 +292,7 @@ enter_cgroups(const struct session_spec *spec)
 {
     for (int i = 0; i < MAX_CGROUPS && spec->cgroups[i] >= 0; i++) {
         if (write(spec->cgroups[i], "0", 1) < 0) {
-            refuse(spec, SANDBOX_SETUP_CGROUP);
+            sandbox_refuse(spec->status, SANDBOX_SETUP_CGROUP);
         }
     }
 }
@@ -310,7 +304,7 @@ enter_namespaces(struct session_spec *spec)
         enter_user_namespace(spec);
     }
     if (unshare(CLONE_NEWCGROUP) < 0) { /* hides the group's path, which has a pid of the machine */
-        refuse(spec, SANDBOX_SETUP_CGROUP);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_CGROUP);
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* after the change of user, which resets it */
     if (spec->own_network) {
@@ -318,7 +312,7 @@ enter_namespaces(struct session_spec *spec)
     }
     mount_private_files(spec);
     if (sethostname("sandbox", 7) < 0) {
-        refuse(spec, SANDBOX_SETUP_NETWORK);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_NETWORK);
     }
 }
 
@@ -328,11 +322,11 @@ static void
 enter_group(const struct session_spec *spec)
 {
     if (setsid() < 0 || prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) < 0) {
-        refuse(spec, SANDBOX_SETUP_USERS);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_USERS);
     }
     if (chdir(spec->home_options) < 0 ||
         sandbox_restrict_files(spec->tmp_options, spec->home_options) < 0) {
-        refuse(spec, SANDBOX_SETUP_MOUNTS);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_MOUNTS);
     }
 }
 
@@ -358,13 +352,13 @@ run_session(struct session_spec *spec)
     sigprocmask(SIG_BLOCK, &child, &before);
     const pid_t interpreter = fork();
     if (interpreter < 0) {
-        refuse(spec, SANDBOX_SETUP_FORK);
+        sandbox_refuse(spec->status, SANDBOX_SETUP_FORK);
     }
     if (interpreter > 0) {
         const int fds[] = {(int)syscall(SYS_pidfd_open, getpid(), 0),
                            (int)syscall(SYS_pidfd_open, interpreter, 0), spec->upper};
         if (fds[0] < 0 || fds[1] < 0) {
-            refuse(spec, SANDBOX_SETUP_FORK);
+            sandbox_refuse(spec->status, SANDBOX_SETUP_FORK);
         }
         const struct sandbox_report ready = {.kind = SANDBOX_REPORT_READY};
         sandbox_report(spec->status, &ready, fds, spec->upper < 0 ? 2 : 3);
@@ -381,19 +375,14 @@ run_session(struct session_spec *spec)
     close(5); /* the status socket, open until here for failure reports */
 }
 
-/* files: mount options of home, tmp and shm, then layers and working directory of an image; without
+/* spawn_session(channels, cgroups, files, limits, mode, uid, own_proc, own_network, filter): turn
+ * a clone of this process into a session. Returns None in the zygote, True in PID 2. Failures of
+ * the setup are reported on the first of channels (status, request, response, out, err). Raises
+ * OSError if the clone fails, ValueError for a malformed filter or mode.
+ *
+ * files: mount options of home, tmp and shm, then layers and working directory of an image; without
  * namespaces the home directory, the readable paths joined by ':', and empty strings. limits:
  * address space, processes, bytes of a file, CPU seconds, open files, niceness. */
-PyDoc_STRVAR(
-    spawn_session_doc,
-    "spawn_session($module, channels, cgroups, files, limits, mode, uid, own_proc, own_network, "
-    "filter, /)\n"
-    "--\n"
-    "\n"
-    "Turn a clone of this process into a session. Returns None in the zygote, True in PID 2.\n"
-    "Failures of the setup are reported on the first of channels (status, request, response,\n"
-    "out, err). Raises OSError if the clone fails, ValueError for a malformed filter or mode.");
-
 static PyObject *
 spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -448,13 +437,8 @@ spawn_session(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_TRUE;
 }
 
-PyDoc_STRVAR(collapse_doc,
-             "collapse($module, start, end, /)\n"
-             "--\n"
-             "\n"
-             "Back the address range start to end by huge pages where the kernel can. Returns\n"
-             "the bytes. A fork then copies one page table entry instead of 512.");
-
+/* collapse(start, end): back the address range start to end by huge pages where the kernel can.
+ * Returns the bytes. A fork then copies one page table entry instead of 512. */
 static PyObject *
 collapse(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -471,7 +455,7 @@ collapse(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyMethodDef agentgrpo_sandbox_spawn_methods[] = {
-    {"sandbox_collapse", collapse, METH_VARARGS, collapse_doc},
-    {"sandbox_spawn_session", spawn_session, METH_VARARGS, spawn_session_doc},
+    {"sandbox_collapse", collapse, METH_VARARGS, NULL},
+    {"sandbox_spawn_session", spawn_session, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

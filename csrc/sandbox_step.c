@@ -462,25 +462,19 @@ step_result(const struct step *step)
         return NULL;
     }
     return Py_BuildValue(
-        "iOdNNy#y#iLLi", (int)step->ending, step->interrupted ? Py_True : Py_False,
+        "iOdNNy#y#iLi", (int)step->ending, step->interrupted ? Py_True : Py_False,
         seconds() - step->started, out, err, step->background.head ? step->background.head : "",
         (Py_ssize_t)step->background.head_used, step->ending == ANSWERED ? step->answer : NULL,
-        (Py_ssize_t)step->answer_used, step->report.value, (long long)step->report.max_rss_kib,
-        (long long)step->report.cpu_us, step->report.detail);
+        (Py_ssize_t)step->answer_used, step->report.value, (long long)step->report.cpu_us,
+        step->report.detail);
 }
 
-PyDoc_STRVAR(
-    run_step_doc,
-    "run_step($module, channels, pidfds, request, id, timeout_s, grace_s, keep, output_max,\n"
-    "         answer_max, listener, on_answer, /)\n"
-    "--\n"
-    "\n"
-    "Run a step of a session; blocks without the GIL until it ends. Arguments and result are\n"
-    "StepArguments and RawStep of sandbox/session/step_result.py. Keeps the first and last keep\n"
-    "bytes of each stream; more than output_max bytes in all end the session. An exception of a\n"
-    "listener is raised after the step, one of a signal handler (Ctrl-C) at once, after the\n"
-    "session was killed.");
-
+/* run_step(channels, pidfds, request, id, timeout_s, grace_s, keep, output_max, answer_max,
+ * listener, on_answer): run a step of a session; blocks without the GIL until it ends. Arguments
+ * and result are StepArguments and RawStep of sandbox/session/step_result.py. Keeps the first and
+ * last keep bytes of each stream; more than output_max bytes in all end the session. An exception
+ * of a listener is raised after the step, one of a signal handler (Ctrl-C) at once, after the
+ * session was killed. */
 static PyObject *
 run_step(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -520,6 +514,6 @@ run_step(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyMethodDef agentgrpo_sandbox_step_methods[] = {
-    {"sandbox_run_step", run_step, METH_VARARGS, run_step_doc},
+    {"sandbox_run_step", run_step, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

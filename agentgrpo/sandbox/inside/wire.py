@@ -37,8 +37,8 @@ U32, HEAD = Struct("<I"), Struct("<II")
 unpack_u32, pack_u32 = U32.unpack_from, U32.pack
 unpack_head, pack_head = HEAD.unpack_from, HEAD.pack
 
-REPORT = Struct("<Iiiiqq")
-"""struct sandbox_report: kind, value, detail, unused, max_rss_kib, cpu_us."""
+REPORT = Struct("<Iiiiq")
+"""struct sandbox_report: kind, value, detail, unused, cpu_us."""
 REPORT_READY, REPORT_EXIT, REPORT_FAILED = 1, 2, 3
 ORDER = Struct("<II")
 """struct sandbox_order: arguments, environment variables."""

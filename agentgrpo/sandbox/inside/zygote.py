@@ -104,7 +104,7 @@ def spawn(
         )
     except OSError as error:
         step = list(wire.SETUP_STEPS).index("CLONE")
-        report = wire.REPORT.pack(wire.REPORT_FAILED, step, error.errno or 0, 0, 0, 0)
+        report = wire.REPORT.pack(wire.REPORT_FAILED, step, error.errno or 0, 0, 0)
         with contextlib.suppress(BrokenPipeError):  # the host has stopped waiting
             os.write(fds[0], report)
         return False

@@ -134,7 +134,7 @@ class Owned:
             self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        for fd in self._descriptors:
+        for fd in set(self._descriptors):  # a program is both init and interpreter
             os.close(fd)
 
 

@@ -204,11 +204,8 @@ def _terminals() -> list[str]:
 def _system_mounts(binds: Sequence[Bind], *, bounded: bool) -> list[str]:
     """Mounts of /usr and of the files that a C library expects.
 
-    Args:
-        binds: the other mounts, for which the root directory needs inodes.
-        bounded: memory is limited only where it is mapped. Shared memory from mapping /dev/zero
-            stays after it is unmapped, so /dev/full replaces it: it reads the same and cannot be
-            mapped.
+    bounded: memory is limited only where it is mapped. Shared memory from mapping /dev/zero stays
+    after it is unmapped, so /dev/full replaces it: it reads the same and cannot be mapped.
     """
     room = f"size=256k,nr_inodes={512 + sum(bind.target.count('/') for bind in binds)}"
     mounts = [_mount(dst="/", fstype="tmpfs", options=room, **READ_ONLY)]

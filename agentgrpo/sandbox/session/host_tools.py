@@ -109,13 +109,11 @@ class HostTool:
         name = getattr(inner, "__name__", None)
         if not callable(function) or not isinstance(name, str):
             raise InvalidArgumentException(f"host_tools: expected functions, got {function!r:.80}")
-        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        is_name = name.isidentifier() and not keyword.iskeyword(name)
+        if not is_name or name.startswith("_") or hasattr(builtins, name):
             raise InvalidArgumentException(
-                f"host_tools: expected functions with public names, got {name!r}"
-            )
-        if hasattr(builtins, name):
-            raise InvalidArgumentException(
-                f"host_tools: expected names that are not Python builtins, got {name!r}"
+                "host_tools: expected functions with public names that are not Python builtins, "
+                f"got {name!r}"
             )
         self.name, self.function, self._invalid = name, function, pydantic.ValidationError
         try:

@@ -44,10 +44,10 @@ def command_of(
     language: str, places: Places, limits: Limits, template: Template | None = None
 ) -> list[str]:
     """The command line of a language's interpreter. NotSupportedException if there is none."""
-    if places.image is not None:
-        return _command_in_image(language, limits)
-    python = [places.interpreter, *PYTHON_OPTIONS]
     sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
+    if places.image is not None:
+        return [*_command_in_image(language), *sizes]
+    python = [places.interpreter, *PYTHON_OPTIONS]
     if language == "python":
         notebook = "IPython" if template is not None and "IPython" in template.preload else "sys"
         return [*python, f"{places.guest}/context.py", *sizes, notebook, *places.site_dirs]
@@ -59,7 +59,7 @@ def command_of(
     raise NotSupportedException("node is not installed under /usr; remedy: install Node.js there")
 
 
-def _command_in_image(language: str, limits: Limits) -> list[str]:
+def _command_in_image(language: str) -> list[str]:
     """Run the image's own interpreter, with our program as an argument."""
     if language == "bash":
         raise NotSupportedException(
@@ -70,8 +70,7 @@ def _command_in_image(language: str, limits: Limits) -> list[str]:
         "javascript": ("node.js", "node", "--max-old-space-size=192", "-e"),
     }[language]
     text = (Path(__file__).parents[1] / "inside" / file).read_text()
-    sizes = [str(limits.value_kib << 10), str(limits.traceback_kib << 10)]
-    return ["/bin/bash", "-c", f'exec {" ".join(command)} "$0" "$@"', text, *sizes]
+    return ["/bin/bash", "-c", f'exec {" ".join(command)} "$0" "$@"', text]
 
 
 def detach_interpreter(session: Session) -> Session:

@@ -316,8 +316,6 @@ class SandboxPool(ProcessBound):
         """The isolation, limits and template in use, for logs."""
         return {
             **self._spawner.describe(),
-            "nsjail": self._spawner.nsjail,
-            "python": self._spawner.python_version,
             "template": self.template.image or self.template.name,
             "max_live": self.max_live,
             "limits": asdict(self.limits),

@@ -96,12 +96,7 @@ def launch(
             send_order(session, fds, argv, env, directory)
             pipes.close_theirs()
             (pidfd,) = await_ready(pipes.status, 1)
-            try:
-                second_pidfd = os.dup(pidfd)
-            except OSError:
-                os.close(pidfd)
-                raise
-            return pipes.detach((pidfd, second_pidfd), session.failure, session.places)
+            return pipes.detach((pidfd, pidfd), session.failure, session.places)
     except (SetupFailed, NoReport) as error:
         if failure := session.failure():
             raise SandboxInfraError(failure) from error
@@ -226,7 +221,7 @@ class Program:
             self.error = self.machine_failed or self.error or "the session ended"
             self.exit_code = -1
             return
-        kind, how, code, _, _, _ = REPORT.unpack(message)
+        kind, how, code, _, _ = REPORT.unpack(message)
         if kind != REPORT_EXIT:  # after READY only exec can fail
             self.error = f"could not be run: {os.strerror(code)}"
             return

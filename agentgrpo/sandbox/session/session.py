@@ -38,7 +38,8 @@ from agentgrpo.sandbox.session.step_result import (
 
 MIB = 1 << 20
 FRAME_OVERHEAD = 4096
-EXCHANGE = (b"put", b"ask", b"get")
+UNCOUNTED = (b"put", b"ask", b"get", b"tools")
+"""Requests that do not count against limits.steps."""
 CALLING = (b"run", b"cell", b"push", b"ask")
 """Requests that run code, which may call host functions."""
 ASK_MIB = 32
@@ -219,9 +220,7 @@ class Session(ProcessBound):
         fields = [b"tools", b"%d" % max_arguments, b"%d" % max_answer]
         for tool in host.tools.by_name.values():
             fields += [tool.name.encode(), f"{tool.line}\n{tool.doc}".rstrip("\n:").encode()]
-        result = self._run(fields, self.limits.timeout_s, None)
-        self._steps -= 1
-        return result
+        return self._run(fields, self.limits.timeout_s, None)
 
     @property
     def closing(self) -> bool:
@@ -356,7 +355,7 @@ class Session(ProcessBound):
             self._busy.release()
             return None
         self._running = True
-        self._steps += fields[0] not in EXCHANGE
+        self._steps += fields[0] not in UNCOUNTED
         self._sent += 1
         self._timeout_s, self._cpu_before = timeout, self._cpu_seconds()
         return StepArguments(

@@ -78,12 +78,10 @@ def describe_failure(message: str) -> RungFailure:
 
 def failures_text(failures: Mapping[str, RungFailure]) -> str:
     """List why each rung failed: each reason once, on one line, with its remedy."""
-    rungs: dict[RungFailure, list[str]] = {}
-    for rung, failure in failures.items():
-        rungs.setdefault(failure, []).append(rung)
     lines = []
-    for failure, names in rungs.items():
-        lines.append(f"  {', '.join(names)}: {failure.reason}")
+    for failure in dict.fromkeys(failures.values()):
+        rungs = ", ".join(rung for rung, other in failures.items() if other == failure)
+        lines.append(f"  {rungs}: {failure.reason}")
         lines += [f"  remedy: {failure.remedy}"] if failure.remedy else []
     return "\n".join(lines)
 
@@ -121,10 +119,8 @@ class Spawner:
             self.cgroups = Cgroups(limits, all_cpus)
         except CgroupsUnavailable as reason:
             self.cgroups_missing = str(reason)
-        self.failures: dict[Rung, str] = {}
+        self.failures: dict[str, RungFailure] = {}
         self.own_proc = True
-        self.python_version = ""
-        self.nsjail = ""
         try:
             self.rung = self._select_rung(rungs)
             self._zygotes += [self._start() for _ in range(zygotes - len(self._zygotes))]
@@ -135,7 +131,7 @@ class Spawner:
     def _select_rung(self, rungs: Sequence[Rung]) -> Rung:
         for rung in rungs:
             if rung is Rung.ZYGOTE_ROOT and os.geteuid() != 0:
-                self.failures[rung] = "needs root"
+                self.failures[rung] = describe_failure("needs root")
                 continue
             self.rung = rung
             if self._works():
@@ -145,13 +141,12 @@ class Spawner:
                 if self._works():
                     return rung
                 self.own_proc = True
-        failures = {str(rung): describe_failure(text) for rung, text in self.failures.items()}
         raise SandboxUnavailable(
             f"this machine cannot isolate untrusted code, so none will be run:\n"
-            f"{failures_text(failures)}\n"
+            f"{failures_text(self.failures)}\n"
             + ("" if Rung.BARE in rungs or self._template.image else f"{OTHERWISE}\n")
             + "`agentgrpo sandbox doctor` checks this machine in detail.",
-            failures=failures,
+            failures=self.failures,
         )
 
     def _works(self) -> bool:
@@ -161,7 +156,7 @@ class Spawner:
         except TemplateUnavailable:  # the template would fail on every other rung too
             raise
         except (SandboxUnavailable, SandboxInfraError, OSError) as reason:
-            self.failures[self.rung] = str(reason)
+            self.failures[self.rung] = describe_failure(str(reason))
             while self._zygotes:
                 self._zygotes.pop().close()
             return False
@@ -183,7 +178,7 @@ class Spawner:
     def _start(self) -> Zygote:
         if self._closed:
             raise SandboxException(CLOSED)
-        zygote = Zygote(
+        return Zygote(
             self._template,
             self._limits,
             rung=self.rung,
@@ -192,8 +187,6 @@ class Spawner:
             own_proc=self.own_proc,
             own_network=self._own_network,
         )
-        self.python_version, self.nsjail = zygote.python_version, zygote.nsjail
-        return zygote
 
     def spawn(
         self, image: Image | None = None
@@ -249,13 +242,15 @@ class Spawner:
         own_ids = has_own_ids() and not (self._template.tree or self._template.image)
         return {
             "rung": str(self.rung),
-            "stronger_rungs_failed": {str(rung): why for rung, why in self.failures.items()},
+            "stronger_rungs_failed": {str(rung): f.reason for rung, f in self.failures.items()},
             "degraded": self.rung is Rung.BARE,
             "users": "one per session" if own_ids else "one for all sessions",
             "proc": self._proc(),
             "memory_limit": memory,
             "processors": self._processors(),
             "zygote_restarts": self.restarts,
+            "nsjail": self._zygotes[0].nsjail,
+            "python": self._zygotes[0].python_version,
         }
 
     def _processors(self) -> str:

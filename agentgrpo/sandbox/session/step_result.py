@@ -169,7 +169,6 @@ class RawStep(NamedTuple):
     answer: bytes | None
     how: int
     """waitpid()'s status, or the setup step that failed."""
-    max_rss_kib: int
     cpu_us: int
     errno: int
 

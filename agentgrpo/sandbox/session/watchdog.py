@@ -152,13 +152,11 @@ class MemoryWatchdog:
             try:
                 self._check()
             except OSError as error:  # for example no free descriptor: try again at the next check
-                self._warn(f"the memory of sessions was not checked: {error}")
+                text = f"the memory of sessions was not checked: {error}"
+                if text != self._last_warning:  # not twenty times per second
+                    self._last_warning = text
+                    log.warning(text)
             pause = min(MAX_PAUSE_S, max(INTERVAL_S, (time.thread_time() - started) / SHARE))
-
-    def _warn(self, text: str) -> None:
-        if text != self._last_warning:  # not twenty times per second
-            self._last_warning = text
-            log.warning(text)
 
     def _check(self) -> None:
         largest: tuple[int, Session] | None = None

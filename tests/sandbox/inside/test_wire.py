@@ -67,7 +67,7 @@ def test_too_many_fields_are_malformed_before_allocation() -> None:
         wire.decode(FRAME, 4, 2)
     many = wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS - 2))
     nothing = Stream(b"", b"", 0)
-    raw = RawStep(Ending.ANSWERED, False, 0.0, nothing, nothing, b"", many[4:], 0, 0, 0, 0)
+    raw = RawStep(Ending.ANSWERED, False, 0.0, nothing, nothing, b"", many[4:], 0, 0, 0)
     set_answer(raw, StepResult(status=StepStatus.OK))
     raw = raw._replace(answer=wire.encode(1, [b"ok"] + [b""] * (MAX_FIELDS + 1))[4:])
     with pytest.raises(wire.Malformed, match=f"{MAX_FIELDS + 2} fields"):
