@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,15 @@ def read_tasks(
     kept_columns = None if columns is None else {*used, *columns}
     if is_from_hub(str(path)):
         name = source = f"{path} {split}"
-        rows = _numbered(
-            name, hub_rows(str(path), subset=subset, split=split, columns=kept_columns)
-        )
+        place = name
+        records = hub_rows(str(path), subset=subset, split=split, columns=kept_columns)
+        rows: Rows = enumerate(records, start=1)
     else:
+        place = str(path)
         path = Path(path)
-        name, rows = path.name, _reader(path)(path)
-        source = named(path)
+        name, rows, source = path.name, _rows_in(path), named(path)
     tasks: dict[str, Task] = {}
-    for place, number, value in rows:
+    for number, value in rows:
         try:
             row = _row(value, kept_columns)
             raw_question, *others = [require_cell(row, column) for column in required]
@@ -86,52 +86,48 @@ def read_tasks(
     return RowTasks(list(tasks.values()), source=source, seed=seed)
 
 
-Rows = Iterator[tuple[Path | str, int, Any]]
-"""(file or dataset, the row's number in it from 1, the row)."""
+Rows = Iterable[tuple[int, Any]]
+"""Rows with their number in the file or dataset, from 1."""
 
 
-def _numbered(name: Path | str, rows: Iterable[Any]) -> Rows:
-    yield from ((name, number, row) for number, row in enumerate(rows, start=1))
-
-
-def _reader(path: Path) -> Callable[[Path], Rows]:
+def _rows_in(path: Path) -> Rows:
     if not path.exists():
         raise FileNotFoundError(not_found(path))
     if path.is_dir():
-        return _saved_dataset
+        return enumerate(_saved_dataset(path), start=1)
     if path.suffix == ".parquet":
-        return _parquet
+        return enumerate(_parquet(path), start=1)
     if path.suffix in (".jsonl", ".json", ".ndjson"):
-        return _json_lines
+        return _json_rows(path)
     raise ValueError(
         f"{path}: expected a .jsonl or .parquet file, or a saved dataset's directory. Convert "
         'others, such as CSV by datasets.Dataset.from_csv("a.csv").to_json("a.jsonl")'
     )
 
 
-def _json_lines(path: Path) -> Rows:
+def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """The rows of JSON lines, or of a .json file that is one list."""
     try:
         if path.suffix == ".json" and read_text(path).lstrip()[:1] == "[":
-            yield from _numbered(path, read_json(path, unique=True))
+            yield from enumerate(read_json(path, unique=True), start=1)
         else:
-            yield from ((path, *row) for row in numbered_rows(path, unique=True))
+            yield from numbered_rows(path, unique=True)
     except ValueError as error:
         raise ValueError(f"{error}; expected one JSON object per line, in UTF-8") from None
 
 
-def _parquet(path: Path) -> Rows:
+def _parquet(path: Path) -> Iterable[Any]:
     parquet = import_optional("pyarrow.parquet", str(path))
     with opened(path):
         pass
     try:
-        table = parquet.read_table(path)
+        rows: Iterable[Any] = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not a Parquet file: {error}") from None
-    yield from ((path, number, row) for number, row in enumerate(table.to_pylist(), start=1))
+    return rows
 
 
-def _saved_dataset(path: Path) -> Rows:
+def _saved_dataset(path: Path) -> Iterable[Any]:
     state = path / "state.json"
     if not state.is_file():
         splits = sorted(entry.parent.name for entry in path.glob("*/state.json"))
@@ -139,10 +135,10 @@ def _saved_dataset(path: Path) -> Rows:
         raise ValueError(f"{path}: not a dataset written by save_to_disk{hint}")
     datasets = import_optional("datasets", str(path))
     try:
-        dataset = datasets.load_from_disk(path)
+        rows: Iterable[Any] = datasets.load_from_disk(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a dataset written by save_to_disk: {error!r}") from error
-    yield from ((path, number, row) for number, row in enumerate(dataset, start=1))
+    return rows
 
 
 def is_from_hub(name: str) -> bool:

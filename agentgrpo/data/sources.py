@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +38,7 @@ def heldout_tasks(
     """The held-out tasks in order; arguments and errors as in training_tasks()."""
     require_used(config)
     if config.heldout_source == "word_problems":
-        return list(islice(word_problems.generate("heldout"), config.num_heldout))
+        return [word_problems.task("heldout", index) for index in range(config.num_heldout)]
     if config.heldout_source == "split":
         rows = rows_of(config, "train", env, answers=answers)
         return rows.split(config.num_heldout)[0]

@@ -14,7 +14,7 @@ import json
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agentgrpo.data import word_problems
@@ -110,11 +110,6 @@ class RowTasks(Tasks):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def only(self, keep: Callable[[Task], bool]) -> RowTasks:
-        """The tasks for which `keep` returns true, in the same order."""
-        tasks = [task for task in self.rows if keep(task)]
-        return RowTasks(tasks, source=self.source, seed=self.seed)
-
     def split(self, count: int, seed: int = 0) -> tuple[list[Task], RowTasks]:
         """Split off `count` held-out tasks, which depend on the rows and the seed only.
 
@@ -134,7 +129,8 @@ class RowTasks(Tasks):
         chosen = set(random.Random(f"{seed}/split").sample(range(len(distinct)), count))
         heldout = [task for i, task in enumerate(distinct) if i in chosen]
         heldout_keys = {key(task) for task in heldout}
-        others = self.only(lambda task: key(task) not in heldout_keys)
+        rest = [task for task in self.rows if key(task) not in heldout_keys]
+        others = RowTasks(rest, source=self.source, seed=self.seed)
         others.left_out = len(self) - len(heldout) - len(others)
         return heldout, others
 

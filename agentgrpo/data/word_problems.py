@@ -8,10 +8,8 @@ things are disjoint (word_problems.toml).
 from __future__ import annotations
 
 import hashlib
-import itertools
 import random
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -76,11 +74,6 @@ def task(split: Split, index: int, seed: int = 0) -> Task:
         messages=({"role": "user", "content": question[0].upper() + question[1:]},),
         spec={"answer": _value(expression), "expression": expression, "kind": kind.name},
     )
-
-
-def generate(split: Split, seed: int = 0) -> Iterator[Task]:
-    """All problems from the first on, without end."""
-    return (task(split, index, seed) for index in itertools.count())
 
 
 def fingerprint() -> str:

@@ -50,15 +50,6 @@ def test_all_file_formats_give_the_same_rows(rows: Path) -> None:
         spec={"gold": 3, "extra": {"n": [3]}, "key": "k3", "answer": 3},
         is_text=True,
     )
-    again = read_tasks(rows, **COLUMNS, seed=5)
-    first = [t.id for t in again.next(30)]
-    state = again.state_dict()
-    then = [t.id for t in again.next(10)]
-    resumed = read_tasks(rows, **COLUMNS, seed=5)
-    resumed.load_state_dict(json.loads(json.dumps(state)))
-    assert [t.id for t in resumed.next(10)] == then
-    assert sorted(first[:20]) == sorted(t.id for t in tasks.rows)
-    assert first[:20] != [t.id for t in tasks.rows]
 
 
 def test_invalid_row_names_file_and_number(rows: Path) -> None:
@@ -256,15 +247,6 @@ def test_missing_file_names_its_key(tmp_path: Path) -> None:
 def test_environment_without_tasks_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"data\.train: expected a file, .*no tasks.*got 'env'"):
         training_tasks(DataConfig(train="env"), 0, env=None)
-
-
-def test_only_keeps_the_order_and_raises_if_empty(jsonl: str) -> None:
-    rows = read_tasks(jsonl)
-    assert [t.spec["answer"] for t in rows.only(lambda t: t.spec["answer"] % 7 == 0).rows] == [
-        0, 7, 14,
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="no tasks"):
-        rows.only(lambda t: False)
 
 
 @pytest.fixture

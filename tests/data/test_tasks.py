@@ -11,7 +11,6 @@ import pytest
 from agentgrpo.data import word_problems
 from agentgrpo.data.files import read_tasks
 from agentgrpo.data.tasks import Tasks, WordProblemTasks
-from agentgrpo.types import Task
 
 
 @pytest.fixture
@@ -71,25 +70,6 @@ def test_state_of_other_templates_is_an_error(
         WordProblemTasks().load_state_dict(state)
 
 
-def test_rows_become_tasks(rows: Path) -> None:
-    tasks = read_tasks(rows)
-    assert len(tasks) == 5
-    assert tasks.rows[0] == Task(
-        id="rows.jsonl:1",
-        messages=({"role": "user", "content": "q0"},),
-        spec={"answer": 0, "hint": "h"},
-        is_text=True,
-    )
-
-
-def test_columns_may_be_renamed_and_questions_may_be_chats(tmp_path: Path) -> None:
-    path = tmp_path / "chat.jsonl"
-    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    path.write_text("\n" + json.dumps({"prompt": chat, "gold": "7", "key": 12}) + "\n\n")
-    (task,) = read_tasks(path, question="prompt", answer="gold", id="key").next(1)
-    assert task == Task(id="12", messages=tuple(chat), spec={"gold": "7", "key": 12, "answer": "7"})
-
-
 def test_each_round_shuffles_all_rows(rows: Path) -> None:
     tasks = read_tasks(rows)
     rounds = [tuple(task.id for task in tasks.next(5)) for _ in range(8)]
@@ -112,11 +92,8 @@ GOOD = b'{"question": "q", "answer": 1, "id": "x"}\n'
         (GOOD + b"[" * 99_999, r"rows.jsonl:2: not JSON: nested too deeply"),
         (b"[1]\n", r"rows.jsonl:1: expected a JSON object, got list"),
         (b'{"q": 1, "id": 2}', r"rows.jsonl:1: no column 'question'; the row has \['id', 'q'\]"),
-        (b'{"question": "q", "answer": null}', r"rows.jsonl:1: null in column 'answer'"),
         (b'{"question": "q", "answer": 1}', r"rows.jsonl:1: no column 'id'"),
-        (b'{"question": " ", "answer": 1, "id": 1}', r"'question', message 1: expected text, got"),
         (b'{"question": [], "answer": 1, "id": 1}', r"'question': expected text or messages, got"),
-        (b'{"question": ["q"], "answer": 1, "id": 1}', r"rows.jsonl:1: column 'question'"),
         (b'{"question": [{"role": "user", "content": 3}], "answer": 1, "id": 1}', r"got \{"),
         (GOOD + GOOD, r"rows.jsonl:2: the id 'x' appears twice"),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import itertools
 import re
 from fractions import Fraction
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentgrpo.data import word_problems
-from agentgrpo.data.word_problems import KINDS, WORDS, Kind, Split, generate, task, wordings
+from agentgrpo.data.word_problems import KINDS, WORDS, Kind, Split, task, wordings
 
 SPLITS: list[Split] = ["train", "heldout"]
 EVERYWHERE = pytest.mark.parametrize("split", SPLITS)
@@ -84,9 +82,9 @@ def test_all_wordings_differ_across_splits() -> None:
 def test_heldout_words_do_not_occur_in_training() -> None:
     train, heldout = ({*WORDS[split]["names"], *WORDS[split]["things"]} for split in SPLITS)
     assert not train & heldout
-    for problem in itertools.islice(generate("heldout"), 400):
+    for problem in (task("heldout", i) for i in range(400)):
         assert not train & set(re.findall(r"\w+", problem.messages[0]["content"])), problem
-    for problem in itertools.islice(generate("train"), 400):
+    for problem in (task("train", i) for i in range(400)):
         assert not heldout & set(re.findall(r"\w+", problem.messages[0]["content"])), problem
 
 
@@ -134,14 +132,6 @@ def test_problems_are_the_same_on_every_machine() -> None:
     assert last.messages[0]["content"] == "Work out 22 - 18 + 99."
 
 
-def test_the_reference_expression_gives_the_answer() -> None:
-    for problem in itertools.islice(generate("train", seed=11), 200):
-        tree = ast.parse(problem.spec["expression"], mode="eval")
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        assert not names
-        assert eval(problem.spec["expression"]) == problem.spec["answer"]
-
-
 @EVERYWHERE
 def test_agent_sees_only_the_question(split: Split) -> None:
     for index in range(30):
@@ -151,11 +141,6 @@ def test_agent_sees_only_the_question(split: Split) -> None:
         assert message["role"] == "user"
         assert "{" not in message["content"]
         assert made.spec.keys() == {"answer", "expression", "kind"}
-
-
-def test_generate_starts_at_index_0() -> None:
-    found = list(itertools.islice(generate("heldout", seed=2), 9))
-    assert found == [task("heldout", i, seed=2) for i in range(9)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """An environment of the package verifiers: word problems with a calculator as a tool."""
 
 from collections.abc import Iterator
-from itertools import islice
 
 import verifiers.v1 as vf
 
@@ -68,7 +67,8 @@ class Problems(vf.Taskset[Problem, ProblemsConfig]):
                 vf.ToolMessage(tool_call_id="", content=number),
                 vf.AssistantMessage(content=number),
             ]
-        for problem in islice(word_problems.generate(self.config.split), self.config.size):
+        for index in range(self.config.size):
+            problem = word_problems.task(self.config.split, index)
             question_message = vf.UserMessage(content=problem.messages[-1]["content"])
             data = ProblemData(
                 prompt=[*shots, question_message],
