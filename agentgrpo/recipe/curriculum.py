@@ -279,11 +279,11 @@ def run_curriculum(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin)
             require_stages(recipe, write=not args.dry_run)
             if args.dry_run:
                 lines = [of_stages(recipe), *training_lines(config, parts)]
-                print(format_plan(config, parts, lines, saved=SAVED))  # noqa: T201
+                print(format_plan(config, parts, lines, saved=SAVED))
                 return None
         begin()
         run_parts(recipe, parts_of(recipe), [args.config, *args.overrides])
-        print(f"done: {start_model(recipe, recipe.curriculum.stages)}")  # noqa: T201
+        print(f"done: {start_model(recipe, recipe.curriculum.stages)}")
     return None
 
 
@@ -301,7 +301,7 @@ def train_part(recipe: RecipeConfig, stage: int, begin: Begin) -> int:
 
     def draw_tasks(stream: Tasks) -> Tasks:
         tasks = selected_tasks(recipe, stage, stream)
-        print(f"stage {stage}: training on {len(tasks)} selected tasks", flush=True)  # noqa: T201
+        print(f"stage {stage}: training on {len(tasks)} selected tasks", flush=True)
         return tasks
 
     status = train.train(training_config(recipe, stage), begin, partial(build, draw=draw_tasks))

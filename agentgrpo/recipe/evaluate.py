@@ -102,22 +102,17 @@ def write_report(
     write_text(folder / "report.md", text)
 
 
-def check_report_options(config: RecipeConfig, args: argparse.Namespace) -> dict[str, Any] | None:
-    """Check --report and --compare. Returns the earlier report."""
+def run_evaluation(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
+    """Evaluate and report, or print the plan of a dry run."""
     if args.compare and not args.report:
         raise ValueError("--compare needs --report")
     if args.report is not None:
         require_folder(args.report, "--report")
-    return None if args.compare is None else read_report(args.compare)
-
-
-def run_evaluation(config: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
-    """Evaluate and report, or print the plan of a dry run."""
-    before = check_report_options(config, args)
+    before = None if args.compare is None else read_report(args.compare)
     if args.dry_run:
         with contextlib.closing(prepare_run(config, trained=False)) as parts:
             lines = playing_lines(config, parts, parts.heldout)
-            print(format_plan(config, parts, lines, trained=False, saved=()))  # noqa: T201
+            print(format_plan(config, parts, lines, trained=False, saved=()))
         return
     parallel.start()
     try:
@@ -135,7 +130,7 @@ def run_evaluation(config: RecipeConfig, args: argparse.Namespace, begin: Begin)
                 for key, value in report_values.items()
                 if key not in ("per_task", "kinds")
             }
-            print(json.dumps(summary, indent=1))  # noqa: T201
+            print(json.dumps(summary, indent=1))
     finally:
         parallel.stop()
 

@@ -316,7 +316,7 @@ def run_command(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) ->
             c = recipe.flywheel
             work = f"{c.tasks} questions, {c.rounds} rounds of {', '.join(c.operators)}"
             lines = [*playing_lines(recipe, parts, tasks), plan_line("flywheel", work)]
-            print(format_plan(recipe, parts, lines, trained=False, saved=SAVED))  # noqa: T201
+            print(format_plan(recipe, parts, lines, trained=False, saved=SAVED))
             return
         start_engine(recipe, parts)
         begin()

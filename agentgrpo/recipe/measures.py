@@ -33,26 +33,16 @@ SOLVED_AT = 0.75
 
 
 def pass_at_k(attempts: int, solved: int, k: int) -> float:
-    """Probability that one of k attempts, drawn without replacement, solved it (unbiased).
+    """Probability that one of k <= attempts, drawn without replacement, solved it (unbiased).
 
     Chen et al., arXiv:2107.03374, equation 1.
     """
-    _check_attempts(attempts, solved, k)
     return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
 
 
 def pass_hat_k(attempts: int, solved: int, k: int) -> float:
     """Probability that all of k attempts solved it (unbiased; tau-bench's pass^k)."""
-    _check_attempts(attempts, solved, k)
     return math.comb(solved, k) / math.comb(attempts, k)
-
-
-def _check_attempts(attempts: int, solved: int, k: int) -> None:
-    if not (1 <= k <= attempts and 0 <= solved <= attempts):
-        raise ValueError(
-            f"expected 1 <= k <= attempts and 0 <= solved <= attempts, "
-            f"got k {k}, attempts {attempts}, solved {solved}"
-        )
 
 
 # -- measures --------------------------------------------------------------------------------------

@@ -60,8 +60,6 @@ def select_groups(
     `correctness` of a rollout is in [0, 1]. Questions are only compared with others of their
     `kind`. Each kind gets a share of `count` in proportion to its number of mixed questions.
     """
-    if count < 1:
-        raise ValueError(f"count: expected at least 1, got {count}")
     contrasts = [contrast(group, correctness) for group in groups]
     kinds: dict[str, list[int]] = {}
     for index, point in enumerate(contrasts):
@@ -97,10 +95,8 @@ def fronts(points_N2: Points) -> Int32:
     """The index of the non-dominated front of each point [N, 2]; 0 is the best.
 
     p dominates q if it is at least as good in both objectives and better in one. Equal points are
-    in the same front. Raises ValueError for a non-finite coordinate or another shape.
+    in the same front.
     """
-    if points_N2.ndim != 2 or points_N2.shape[1] != 2 or not np.isfinite(points_N2).all():
-        raise ValueError(f"points: expected finite [N, 2], got shape {points_N2.shape}")
     p, q = points_N2[:, None], points_N2[None]
     dominates_NN = np.all(p >= q, axis=-1) & np.any(p > q, axis=-1)
     front_N = np.full(len(points_N2), -1, np.int32)

@@ -82,7 +82,7 @@ def run_parts(
     for part in parts:
         if not part.is_pending(seconds):
             continue
-        print(f"== {part.name}", flush=True)  # noqa: T201
+        print(f"== {part.name}", flush=True)
         command = [sys.executable, "-m", "agentgrpo", part.command, *arguments, "--of-recipe"]
         command += part.extra_arguments()
         started = time.perf_counter()

@@ -92,7 +92,7 @@ def run_recipe(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> 
                     curriculum.of_stages(recipe),
                     *training_lines(recipe, parts),
                 ]
-                print(format_plan(recipe, parts, lines, saved=SAVED))  # noqa: T201
+                print(format_plan(recipe, parts, lines, saved=SAVED))
                 return
         begin()
         report_values = report(
@@ -100,7 +100,7 @@ def run_recipe(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> 
         )
         write_json(recipe.out_dir / "report.json", report_values)
         write_text(recipe.out_dir / "report.md", markdown(report_values))
-        print(f"{markdown(report_values)}\nresults are in {recipe.out_dir}")  # noqa: T201
+        print(f"{markdown(report_values)}\nresults are in {recipe.out_dir}")
 
 
 def _measures(recipe: RecipeConfig, part: str) -> Path:

@@ -272,11 +272,6 @@ def data_of(recipe: RecipeConfig) -> Path:
     raise FileNotFoundError(f"sft.data: {not_found(data)}{remedy if data == flywheel_data else ''}")
 
 
-def steps_of(sft: SftConfig, examples: int) -> int:
-    """Optimizer steps for a number of examples."""
-    return sft.epochs * math.ceil(examples / sft.batch_size)
-
-
 def run_sft(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> None:
     """Fine-tune, from the newest checkpoint in out_dir/sft if any, or print the plan."""
     config, sft, path = settings_of(recipe), recipe.sft, data_of(recipe)
@@ -292,7 +287,7 @@ def run_sft(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> Non
         examples = read_examples(path, sft, parts.chat, parts.agent, max_tokens=limit)
         data = {"sft.data": f"{len(examples)} examples of {named(path)}"}
         require_same_work(recipe, "sft", SAVED, data=data, write=not args.dry_run)
-        steps = steps_of(sft, len(examples))
+        steps = sft.epochs * math.ceil(len(examples) / sft.batch_size)
         if args.dry_run:
             longest = max(sum(len(s.token_ids) for s in part) for e in examples for part in e.rows)
             length_text = f"{sft.epochs} epochs: {steps} steps of {sft.batch_size}"
@@ -300,7 +295,7 @@ def run_sft(recipe: RecipeConfig, args: argparse.Namespace, begin: Begin) -> Non
                 plan_line("data", f"{len(examples)} examples, the longest has {longest} tokens"),
                 plan_line("the run", f"{length_text}, saved every {config.save_every}"),
             ]
-            print(format_plan(config, parts, lines, sampled=False))  # noqa: T201
+            print(format_plan(config, parts, lines, sampled=False))
             return
         learner = make_learner(parts.model, config, steps, adapter=parts.adapter)
         log, say = RunLog(config.out_dir), parts.progress.print

@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from agentgrpo.actions import Action, InfrastructureError, Malformed, Message, Observation
+from agentgrpo.actions import InfrastructureError, Malformed
 from agentgrpo.agents.base import Agent
 from agentgrpo.config import RolloutConfig
 from agentgrpo.engine.in_process import EngineLoop
@@ -138,9 +138,8 @@ class TrajectoryPlayer:
         `begin`: prefix of the first new turn. `author`: its author.
         """
         prefix_ids = self.chat.text_ids(begin, own=True) if begin else np.zeros(0, np.int32)
-        agent = _RecordingAgent(self.agent)
         play = Play(
-            _ResumingEngine(self._loop, kept_turns, prefix_ids), cast(Agent, agent), self._env,
+            _ResumingEngine(self._loop, kept_turns, prefix_ids), self.agent, self._env,
             self.chat, self._runner, self._config, tasks=[task], group_size=1, seed=0, filters={},
         )  # fmt: skip
         (group,) = play.run(max_live=1)
@@ -151,7 +150,9 @@ class TrajectoryPlayer:
         for segment in rollout.segments[1:]:
             if not segment.sampled:
                 last = len(turns) - 1
-                turns[last] = replace(turns[last], result=segment, result_text=agent.results[last])
+                _, reply = rollout.tool_messages[last]
+                text = reply if isinstance(reply, str) else "\n".join(m["content"] for m in reply)
+                turns[last] = replace(turns[last], result=segment, result_text=text)
             elif len(turns) < len(kept_turns):
                 turns.append(replace(kept_turns[len(turns)], result=None, result_text=""))
             else:
@@ -175,19 +176,6 @@ def _authored_segments(segment: Segment, prefix_length: int, author: str) -> Aut
     assert segment.logprobs is not None
     sampled = Segment(segment.token_ids[prefix_length:], segment.logprobs[prefix_length:])
     return ((Segment(segment.token_ids[:prefix_length]), author), (sampled, "generator"))
-
-
-class _RecordingAgent:
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self.results: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._agent, name)
-
-    def observe(self, action: Action, observation: Observation) -> Sequence[Message] | str:
-        self.results.append("\n".join(observation.outputs) or observation.text)
-        return self._agent.observe(action, observation)
 
 
 class _ResumingEngine:

@@ -152,11 +152,9 @@ def sampler_of(script: Script, config: TrainConfig, parts: Parts, max_model_len:
     return sampler_on(Scripted(script, max_model_len), config, parts)
 
 
-def build_eval(
-    config: TrainConfig, *, model: str | None = None, progress: Progress | None = None
-) -> Parts:
-    """Build the parts that play tasks with `model`, by default config.model, without a learner."""
-    parts = prepare_run(config, model=model, trained=False, progress=progress)
+def build_eval(config: TrainConfig, *, progress: Progress | None = None) -> Parts:
+    """Build the parts that play tasks with config.model, without a learner."""
+    parts = prepare_run(config, trained=False, progress=progress)
     with contextlib.ExitStack() as undo:
         undo.push(parts.undo)
         start_engine(config, parts)

@@ -68,6 +68,10 @@ def test_of_run_changes_only_the_given_settings() -> None:
             {"engine": {"tensor_parallel_size": 2}, "measures": {"conciseness_judge": "policy"}},
             r"measures\.conciseness_judge: 'policy' would run on one rank",
         ),
+        (
+            {"curriculum": {"steps": [5, 7], "epochs": 2}},
+            r"curriculum\.epochs: expected none with curriculum\.steps = \(5, 7\), got 2",
+        ),
         ({"flywheel": {"concurrency": 99}}, r"at most a third of sandbox\.max_live"),
         (
             {"curriculum": {"selection": "random", "by_kind": True}},

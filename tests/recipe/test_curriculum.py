@@ -358,24 +358,6 @@ def test_stages_use_different_seeds(tmp_path: Path) -> None:
     assert len(seeds) == len({*seeds}) > 2 + 3 + 3
 
 
-def test_stage_trains_on_its_selected_tasks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = make_recipe(tmp_path, stages=1)
-    summary, stream = play_stage(recipe, 0, FakeParts()), WordProblemTasks(seed=3)
-    monkeypatch.setattr("agentgrpo.recipe.curriculum.build", lambda config, *, draw: draw(stream))
-    built: list[Any] = []
-
-    def work(config: Any, begin: Any, make: Any) -> int:
-        built.append(make(config))
-        return 130
-
-    monkeypatch.setattr("agentgrpo.train.__main__.train", work)
-    do(recipe, "0.train")
-    assert [task.id for task in built[0].rows] == summary["selected"]
-    assert "stage 0: training on 4 selected tasks" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("by_kind", [False, True])
 def test_kinds_are_selected_separately_with_by_kind(tmp_path: Path, by_kind: bool) -> None:
     """Task n % 5 in 1, 2, 3 are mixed; the kind of which there are more must not take all."""
@@ -389,12 +371,6 @@ def test_kinds_are_selected_separately_with_by_kind(tmp_path: Path, by_kind: boo
     chosen = play_candidates(recipe, 0, player, stream)["selected"]  # type: ignore[arg-type]
     kinds = {int(name[2:]) % 5 == 1 for name in chosen}
     assert kinds == ({True, False} if by_kind else {False})
-
-
-def test_steps_and_epochs_are_mutually_exclusive(tmp_path: Path) -> None:
-    said = r"curriculum\.epochs: expected none with curriculum\.steps = \[5, 7\], got 2"
-    with pytest.raises(ValueError, match=said):
-        make_recipe(tmp_path, epochs=2)
 
 
 def test_last_number_of_steps_applies_to_further_stages(tmp_path: Path) -> None:
