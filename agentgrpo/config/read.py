@@ -21,6 +21,7 @@ import pydantic
 
 from agentgrpo.config import FILTERS, Section, TrainConfig
 from agentgrpo.config.command_settings import RECIPE_SECTIONS, require_used
+from agentgrpo.config.section import is_section, walk
 from agentgrpo.support.files import expanded, read_toml
 from agentgrpo.support.user_calls import user_call
 
@@ -96,7 +97,7 @@ def validate(kind: type[Config], table: Mapping[str, Any], source: str) -> Confi
 
 def unset(table: Any, kind: Any) -> Any:
     """Replace the string "none" by None where the type allows None, which TOML lacks."""
-    if not (isinstance(table, Mapping) and isinstance(kind, type) and issubclass(kind, Section)):
+    if not (isinstance(table, Mapping) and is_section(kind)):
         return table
     result = dict(table)
     for key, field in kind.model_fields.items():
@@ -249,7 +250,7 @@ def _error_lines(
             yield f"[{key}] is a section of a recipe; run it with `agentgrpo recipe`"
         elif "extra_forbidden" in types:
             for leaf_key in _leaves(key, errors[0]["input"]):
-                yield f"unknown config key {leaf_key}{_suggest_key(leaf_key, all_keys(kind))}"
+                yield f"unknown config key {leaf_key}{_suggest_key(leaf_key, [*dict(walk(kind))])}"
         elif "missing" in types:
             yield f"config key {key} is required, and {source} does not set it"
         elif "value_error" in types:  # raised by a validator of config/, which names its keys
@@ -278,17 +279,6 @@ def format_error(key: str, *errors: Mapping[str, Any]) -> str:
     got = got if len(got) < 1000 else f"{got[:100]}... ({len(got)} characters)"
     hint = did_you_mean(str(errors[0]["input"]), re.findall(r"'([^']*)'", expected))
     return f"{key}: {expected}, got {got}{hint}"
-
-
-def all_keys(section: type[Section], prefix: str = "") -> list[str]:
-    """The dotted keys of a section and its inner sections."""
-    keys = []
-    for name, field in section.model_fields.items():
-        keys.append(prefix + name)
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            keys += all_keys(inner, f"{prefix}{name}.")
-    return keys
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

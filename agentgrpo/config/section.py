@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import pydantic
 from pydantic import Field
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from agentgrpo.support.files import expanded
@@ -41,6 +42,19 @@ class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def is_section(kind: Any) -> TypeGuard[type[Section]]:
+    """Whether a type is a section."""
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted keys of a section, each inner section before its own keys."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        if is_section(field.annotation):
+            yield from walk(field.annotation, f"{prefix}{name}.")
 
 
 def describe(section: type[Section], base: type) -> None:

@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import is_typeddict
 
 from agentgrpo.config import EndpointConfig, Section, TrainConfig
+from agentgrpo.config.section import is_section, walk
 from agentgrpo.train.plugins import KINDS, class_of, options_of
 
 PREFACE = """
@@ -67,9 +68,8 @@ def settings(
     """
     inner, shipped_kind = [], (kinds or {}).get(prefix.rstrip("."))
     for key, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            inner.append((key, kind))
+        if is_section(field.annotation):
+            inner.append((key, field.annotation))
             continue
         if shipped_kind and key == "options":
             continue
@@ -101,14 +101,11 @@ def options(section: str, kind: str) -> Iterator[Setting]:
         )
 
 
-def sections(section: type[Section] = TrainConfig, prefix: str = "") -> dict[str, str]:
+def sections() -> dict[str, str]:
     """The description of each section, by name."""
-    descriptions = {prefix.rstrip("."): (section.__doc__ or "").strip()}
-    for key, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            descriptions |= sections(kind, f"{prefix}{key}.")
-    return descriptions
+    inner = {key: field.annotation for key, field in walk(TrainConfig)}
+    kinds = {"": TrainConfig, **{key: kind for key, kind in inner.items() if is_section(kind)}}
+    return {name: (kind.__doc__ or "").strip() for name, kind in kinds.items()}
 
 
 def as_markdown() -> str:

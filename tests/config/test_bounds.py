@@ -11,25 +11,15 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from agentgrpo.config import Section
 from agentgrpo.config.read import load_config_of
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.config.section import is_section, walk
 from agentgrpo.data.sources import training_tasks
 from agentgrpo.kernels.objective import Objective
 from agentgrpo.learn.token_weights import objective_of
 from agentgrpo.train.plugins import KINDS, checked_option, class_of, options_of
 from agentgrpo.train.resolve import resolve
 from tests.given import LEAST
-
-
-def fields(section: type[Section] = RecipeConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key and its type."""
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            yield from fields(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name, kind
 
 
 def parts(kind: Any) -> Iterator[Any]:
@@ -46,7 +36,7 @@ def refused(override: str) -> str:
     return str(error.value)
 
 
-KEYS = dict(fields())
+KEYS = {key: f.annotation for key, f in walk(RecipeConfig) if not is_section(f.annotation)}
 NUMBERS = [key for key, kind in KEYS.items() if {int, float} & {*parts(kind)}]
 assert len(NUMBERS) > 100
 ABSURD = ("1000000000000", "-1000000000000", "1e30", "-1e30", "nan", "inf", "-inf", "9" * 5000)

@@ -11,8 +11,9 @@ import pytest
 
 from agentgrpo.config import EngineConfig, RolloutConfig, TrainConfig
 from agentgrpo.config.command_settings import RECIPE_SECTIONS
-from agentgrpo.config.read import TRL_KEYS, all_keys, load_config, load_config_of, shipped_configs
+from agentgrpo.config.read import TRL_KEYS, load_config, load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
+from agentgrpo.config.section import walk
 from agentgrpo.train.config_docs import settings
 from tests import given
 from tests.given import a_config
@@ -29,7 +30,7 @@ def toml(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore")
 def test_trl_keys_exist_in_trl_and_map_to_our_keys() -> None:
-    assert {*TRL_KEYS.values()} <= {*all_keys(TrainConfig)}
+    assert {*TRL_KEYS.values()} <= {*dict(walk(TrainConfig))}
     trl = pytest.importorskip("trl", reason="trl is in requirements-dev.txt")
     known = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     known |= inspect.signature(trl.GRPOTrainer.__init__).parameters.keys()
@@ -72,6 +73,7 @@ def test_the_last_override_wins_over_the_file(toml: Path) -> None:
         ("group_size=3", "unknown config key group_size; did you mean rollout.group_size?"),
         ("learner.group_size=3", "key learner.group_size; did you mean rollout.group_size?"),
         ("learner.lora.rnk=1", "did you mean learner.lora.rank?"),
+        ("agent.language=bash", "key agent.language; did you mean agent.options.language?"),
         ("loss.vllm_importance_sampling_clip_max=0", "clip_max: expected > 0.0, got 0"),
         ("steps=0", "config key steps: .*greater than or equal to 1, got 0"),
         ("steps=x", "config key steps: .*integer.*got 'x'"),

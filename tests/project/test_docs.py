@@ -16,7 +16,8 @@ import pytest
 
 from agentgrpo import cli
 from agentgrpo.config import TrainConfig
-from agentgrpo.config.read import all_keys, load_config, shipped_configs
+from agentgrpo.config.read import load_config, shipped_configs
+from agentgrpo.config.section import walk
 from agentgrpo.rewards.rollout_view import RolloutView
 from agentgrpo.sandbox.selftest import CASES
 from agentgrpo.train.config_docs import options
@@ -28,7 +29,7 @@ from tests.sandbox.attacks import test_attacks  # noqa: F401 - registers CASES
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
-    *all_keys(TrainConfig),
+    *dict(walk(TrainConfig)),
     *(f"{s.section}.{s.key}" for of in KINDS for kind in KINDS[of] for s in options(of, kind)),
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
