@@ -21,46 +21,6 @@ from agentgrpo.types import Metrics
 REFRESH_HZ = 4
 
 
-class Stopwatch:
-    """Seconds spent in named parts since the last lap.
-
-    The time of a nested part is not counted for the outer one.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, *, rest: str = "other"
-    ) -> None:
-        self._clock, self._rest = clock, rest
-        self._lap_began = self._since = clock()
-        self._spent: dict[str, float] = {}
-        self._open: list[str] = []
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time inside under this name."""
-        self._count()
-        self._open.append(name)
-        try:
-            yield
-        finally:
-            self._count()
-            self._open.pop()
-
-    def lap(self) -> Metrics:
-        """`NAME_s` of every part since the last lap, and `total_s`, which is their sum."""
-        self._count()
-        spent = {f"{name}_s": seconds for name, seconds in self._spent.items()}
-        total = self._since - self._lap_began
-        self._spent, self._lap_began, self._rest = {}, self._since, "other"
-        return {**spent, "total_s": total}
-
-    def _count(self) -> None:
-        now = self._clock()
-        name = self._open[-1] if self._open else self._rest
-        self._spent[name] = self._spent.get(name, 0.0) + now - self._since
-        self._since = now
-
-
 class Progress:
     """Prints what the run does and how long it will take, and measures the time of each phase.
 
@@ -78,7 +38,9 @@ class Progress:
         self._step_started: list[float] = []
         self._started = time.monotonic()
         self._solved: dict[int, float] = {}
-        self._stopwatch = Stopwatch(rest="starting")
+        self._lap_began = self._counted = self._started
+        self._spent: dict[str, float] = {}  # seconds by phase since the last lap
+        self._rest = "starting"  # the name of the time outside of all phases
         self._phases: list[tuple[str, float]] = []
         self._spinner = Spinner("dots")
         self._gradientless = False
@@ -107,8 +69,22 @@ class Progress:
         self._step_started.append(time.monotonic())
 
     def lap(self) -> Metrics:
-        """Seconds since the last lap by phase, `other_s`, and `total_s`, their sum."""
-        return self._stopwatch.lap()
+        """Seconds since the last lap by phase, `other_s`, and `total_s`, their sum.
+
+        The time of a nested phase is not counted for the outer one.
+        """
+        self._count()
+        spent = {f"{name}_s": seconds for name, seconds in self._spent.items()}
+        total = self._counted - self._lap_began
+        self._spent, self._lap_began, self._rest = {}, self._counted, "other"
+        return {**spent, "total_s": total}
+
+    def _count(self) -> None:
+        """Add the time since the last call to the innermost open phase."""
+        now = time.monotonic()
+        name = self._phases[-1][0].split()[0].strip(":,") if self._phases else self._rest
+        self._spent[name] = self._spent.get(name, 0.0) + now - self._counted
+        self._counted = now
 
     def step_done(
         self, step: int, rollout: Metrics, learner: Metrics, engine: Metrics, times: Metrics
@@ -181,11 +157,13 @@ class Progress:
     @contextlib.contextmanager
     def phase(self, description: str) -> Iterator[None]:
         """Show the phase on a terminal and time it under the first word of its description."""
+        self._count()
         self._phases.append((description, time.monotonic()))
         try:
-            with self._stopwatch.part(description.split()[0].strip(":,")), self._live():
+            with self._live():
                 yield
         finally:
+            self._count()
             self._phases.pop()
 
     def _print_infra_errors(self, metrics: Metrics) -> None:
