@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not isinstance(sys.exc_info()[1], Exception):
                 sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)  # noqa: T201
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `agentgrpo doctor RUN | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes as it ends
@@ -88,19 +88,19 @@ def exit_with(command: str) -> NoReturn:
 def _main(arguments: list[str] | None) -> int:
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help", "help"):
-        print(usage(), flush=True)  # noqa: T201
+        print(usage(), flush=True)
         return 0
     if command == "--version":
         from importlib.metadata import version
 
-        print(version("agentgrpo"))  # noqa: T201
+        print(version("agentgrpo"))
         return 0
     if command not in COMMANDS:
         import difflib
 
         suggestions = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"; did you mean {suggestions[0]}?" if suggestions else ""
-        print(f"error: unknown command {command!r}{hint}\n\n{usage()}", file=sys.stderr)  # noqa: T201
+        print(f"error: unknown command {command!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     if "" not in sys.path and os.getcwd() not in sys.path:
         # as `python -m` does, so that `module:function` in a config finds the user's modules
@@ -122,7 +122,7 @@ def _main(arguments: list[str] | None) -> int:
             message = install_hint(error.name)
         else:
             raise
-        print(f"error: agentgrpo {command}: {message}", file=sys.stderr)  # noqa: T201
+        print(f"error: agentgrpo {command}: {message}", file=sys.stderr)
         return 2
 
 

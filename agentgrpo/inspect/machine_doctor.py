@@ -45,13 +45,13 @@ def main(arguments: list[str]) -> int:
     parser.parse_args(arguments)
     gpu = hardware.has_nvidia_gpu()
     checks = [*device_checks(), *packages.package_checks(packages.installed(), gpu=gpu)]
-    print("\n".join(line for check in checks for line in check.lines()))  # noqa: T201
+    print("\n".join(line for check in checks for line in check.lines()))
     report, isolated = sandbox_doctor.report()
-    print(f"\n{report}")  # noqa: T201
+    print(f"\n{report}")
     missing = [check.name for check in checks if check.essential and not check.ok]
     missing += [] if isolated else ["a way to isolate code"]
     verdict = "This machine can train. Missing items above, if any, are not essential."
     if missing:
         verdict = f"This machine cannot train. Fix first: {', '.join(missing)}."
-    print(f"\n{verdict}")  # noqa: T201
+    print(f"\n{verdict}")
     return 1 if missing else 0

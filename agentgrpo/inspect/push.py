@@ -180,11 +180,11 @@ def main(arguments: list[str]) -> int:
         folder, files = collect_files(args.run, args.repo, args.checkpoint)
         card = files["README.md"]
         assert isinstance(card, bytes)
-        print(f"{card.decode()}\n{folder} as {args.repo}: {', '.join(files)}", flush=True)  # noqa: T201
+        print(f"{card.decode()}\n{folder} as {args.repo}: {', '.join(files)}", flush=True)
         if args.dry_run:
-            print("dry run, nothing was uploaded")  # noqa: T201
+            print("dry run, nothing was uploaded")
         else:
             message = f"{folder.name} of an agentgrpo run"
             address = upload(args.repo, files, message, public=args.public, exist_ok=args.exist_ok)
-            print(address)  # noqa: T201
+            print(address)
     return outcome.status

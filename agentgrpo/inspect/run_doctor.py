@@ -6,7 +6,6 @@ fault is the reason. Thresholds were chosen on real runs with one fault each (be
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from agentgrpo.config.arguments import parser_of
 from agentgrpo.inspect.run_history import History, Recorded, mean
 from agentgrpo.records.rollouts import name_of
 from agentgrpo.rewards.answers import holds_answer
+from agentgrpo.train.command_line import report_errors
 from agentgrpo.types import Status
 
 MAX_FINDINGS = 6
@@ -382,10 +382,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = parser_of("doctor", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (out_dir)")
     args = parser.parse_args(arguments)
-    try:
+    with report_errors() as outcome:
         text = report(args.run)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return 2
-    print(text)  # noqa: T201
-    return 0
+    if not outcome.status:
+        print(text)  # outside, as a closed pipe is no error
+    return outcome.status

@@ -114,7 +114,7 @@ def save(out_dir: Path, step: int, write: Callable[[Path], None], *, keep: int) 
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         # on a full disk torch raises RuntimeError and safetensors SafetensorError
-        if isinstance(error, OSError | RuntimeError) or type(error).__name__ == "SafetensorError":
+        if isinstance(error, OSError | RuntimeError | SafetensorError):
             raise OSError(
                 f"{final}: checkpoint could not be written: {error}; older ones are unchanged"
             ) from error

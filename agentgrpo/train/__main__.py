@@ -31,7 +31,7 @@ def train_or_plan(config: TrainConfig, args: argparse.Namespace, begin: Begin) -
     if args.dry_run:
         with contextlib.closing(prepare(config)) as parts:
             lines = [*training_lines(config, parts), run_length_line(config, parts.resumed)]
-            print(format_plan(config, parts, lines))  # noqa: T201
+            print(format_plan(config, parts, lines))
         return 0
     return train(config, begin, build)
 

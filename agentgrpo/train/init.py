@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> int:
         parser.error("the following arguments are required: model, data")
     try:
         if args.examples is not None:
-            print(*copy_examples(args.examples), sep="\n")  # noqa: T201
+            print(*copy_examples(args.examples), sep="\n")
             return 0
         require_output(args.output)
         if args.output.exists():
@@ -218,7 +218,7 @@ def main(arguments: list[str]) -> int:
         )  # fmt: skip
         args.output.write_text(with_overrides(values, args.overrides, name=args.output))
     except (ValueError, OSError, SandboxException) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{args.output}: written. Now: agentgrpo train {args.output} --dry-run")  # noqa: T201
+    print(f"{args.output}: written. Now: agentgrpo train {args.output} --dry-run")
     return 0

@@ -63,7 +63,7 @@ def replay_steps(
     config, device = _read_config(run)
     start, end, saved = _span_of(run, steps)
     if not config.on(device).rollout.deterministic:
-        print("rollout.deterministic was not set: what differs may be rounding")  # noqa: T201
+        print("rollout.deterministic was not set: what differs may be rounding")
     with tempfile.TemporaryDirectory(prefix=".again-", dir=run) as folder:
         other = Path(folder)
         if saved is not None:
@@ -80,13 +80,13 @@ def replay_steps(
         with Trainer(copied, callbacks=_StopAfter(end), make=make or make_parts) as trainer:
             trainer.train()
         for line in setting_differences(run, other):
-            print(f"differs: {line}")  # noqa: T201
+            print(f"differs: {line}")
         difference = first_difference(run, other, since=start, until=end + (end == config.steps))
         common = weight_checksums(run).keys() & weight_checksums(other)
         checkpoints = sum(step > start for step in common)
     rows = numbered_rows(run / "rollouts.jsonl", growing=True)
     rollouts = sum(start <= row["step"] < end for _, row in rows)
-    print(  # noqa: T201
+    print(
         f"steps {start + 1} to {end} again: {rollouts} rollouts, {checkpoints} checkpoints, "
         f"{f'NOT the same: {difference}' if difference else 'bit-equal'}"
     )
@@ -160,11 +160,11 @@ def replay_tools(run: Path) -> int:
                     excerpts = f"{a[start : start + 60]!r} and {b[start : start + 60]!r}"
                     differences.append(f"{name_of(place)} turn {turn}: {excerpts}")
     calls = sum(rollout.num_calls for _, rollout in records)
-    print(*differences[:MAX_SHOWN], sep="\n", end="\n" if differences else "")  # noqa: T201
+    print(*differences[:MAX_SHOWN], sep="\n", end="\n" if differences else "")
     num = len(differences) - failed
     result = f"{num} answers are not the same twice" if differences else "the same"
     result += f", {failed} rollouts could not be played again" if failed else ""
-    print(f"tools again: {calls:.0f} calls of {len(records)} rollouts, {result}")  # noqa: T201
+    print(f"tools again: {calls:.0f} calls of {len(records)} rollouts, {result}")
     return len(differences)
 
 

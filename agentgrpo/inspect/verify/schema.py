@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
-from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -22,17 +21,11 @@ PLACE = {"step": int, "split": str, "group": int, "index": int, "previous_hash":
 def schema_faults(row: Mapping[str, Any]) -> Iterator[str]:
     """Where a line differs from what records.rollout_record() writes."""
     try:
-        _line().model_validate(row)
+        LINE.model_validate(row)
     except ValidationError as error:
         for item in error.errors(include_url=False):
             place = ".".join(str(part) for part in item["loc"])
             yield f"{place}: {item['msg']}, got {item['input']!r:.40}"
-
-
-@cache
-def _line() -> type[BaseModel]:
-    model: type[BaseModel] = _as_json(Rollout, PLACE)
-    return model
 
 
 def _as_json(kind: Any, more: Mapping[str, Any] | None = None) -> Any:
@@ -55,3 +48,7 @@ def _as_json(kind: Any, more: Mapping[str, Any] | None = None) -> Any:
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return str
     return kind
+
+
+LINE: type[BaseModel] = _as_json(Rollout, PLACE)
+"""A line of rollouts.jsonl."""

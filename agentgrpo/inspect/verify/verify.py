@@ -578,14 +578,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def _print_report(report: Report) -> int:
     for line in (*report.faults, *report.notes):
-        print(line)  # noqa: T201
-    print(  # noqa: T201
+        print(line)
+    print(
         f"{len(report.faults)} faults in {report.rollouts} rollouts: {report.turns} turns, "
         f"{report.forks} forks, {report.sampled_tokens} sampled tokens; {report.steps} steps "
         f"packed into {report.terms} loss terms, {report.learned} of them with the learner's view"
     )
     if report.unaccounted:
-        print(  # noqa: T201
+        print(
             f"of {report.unaccounted} rollouts of rollout.sampler it is not recorded what the "
             "engine saw: that their tokens are what it sampled is not proven"
         )

@@ -56,15 +56,13 @@ def main(arguments: list[str]) -> int:
         page = make_page(runs)
         output.write_text(page, encoding="utf-8", errors="backslashreplace")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        print(f"error: {error}", file=sys.stderr)
         return 2
     count = sum(len(run.index["rollouts"]) for run in runs)
-    print(  # noqa: T201
-        f"{output}: {count:,} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser"
-    )
+    print(f"{output}: {count:,} rollouts, {len(page) / 2**20:.1f} MiB. Open it in a browser")
     if len(args.runs) == 2 and all((run / "run.json").is_file() for run in args.runs):
         for line in setting_differences(*args.runs):
-            print(f"differs: {line}")  # noqa: T201
+            print(f"differs: {line}")
         difference = first_difference(*args.runs) or "none in the lines that both runs have"
-        print(f"first difference: {difference}")  # noqa: T201
+        print(f"first difference: {difference}")
     return 0
