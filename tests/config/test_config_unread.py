@@ -43,6 +43,8 @@ BRANCH = "rollout.branching."
         ("reward.on_error=raise", "reward.functions", 'reward.functions=["brevity"]'),
         ("loss.kl_estimator=k2", "loss.beta above 0", "loss.beta=0.1"),
         ("loss.use_bias_correction_kl=false", "loss.beta above 0", "loss.beta=0.1"),
+        ("teacher.decay=0.5", "teacher.feedback", "teacher.feedback=errors"),
+        ("teacher.clip=1 teacher.model=m teacher.topk=2", "teacher.topk = 0", "teacher.topk=0"),
         *(
             (
                 f"loss.vllm_importance_sampling_clip_{end}=1.5 loss.loss_type=gmpo",

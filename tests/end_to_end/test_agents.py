@@ -13,17 +13,24 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.repl import ReplAgent
 from agentgrpo.agents.tools import ToolAgent
-from agentgrpo.config import LossConfig, RolloutConfig
+from agentgrpo.config import EngineConfig, LearnerConfig, LossConfig, RolloutConfig
+from agentgrpo.engine.agreement import check_agreement, probe_prompts
 from agentgrpo.engine.engine import Engine
 from agentgrpo.engine.tool_parsers import tool_call_reader
 from agentgrpo.envs.calculator import calculate
 from agentgrpo.envs.console import ConsoleEnv
 from agentgrpo.envs.python import PythonEnv
 from agentgrpo.envs.tools import ToolEnv
+from agentgrpo.learn.advantages import assign_advantages
+from agentgrpo.learn.minibatches import Update
+from agentgrpo.learn.packing import pack_tree
+from agentgrpo.learn.token_weights import token_weights
+from agentgrpo.rewards.shipped import score
+from agentgrpo.rollout.sampler import Sampler
 from agentgrpo.sandbox import Limits, SandboxPool
 from agentgrpo.types import Rollout, Status
-from tests.end_to_end.test_learning import learned
-from tests.playing import generate, task
+from tests.learn.given import learner_on
+from tests.playing import CHAT, generate, task, tasks
 from tests.rollout.stubs import StubEnv
 
 TOOLS = ToolEnv([calculate])
@@ -94,11 +101,39 @@ def calls(rollout: Rollout) -> dict[str, float]:
     return {"called": float(rollout.stats["tool_calls"] > 0)}
 
 
+def learned(
+    engine: Engine, model: Path, agent: Any, reward: Any, config: RolloutConfig, *, steps: int
+) -> list[float]:
+    """The mean reward of each step on four tasks; sampler and learner agree before each."""
+    learner = learner_on(
+        engine, model, LearnerConfig(learning_rate=2e-3), LossConfig(), total_steps=steps,
+        dlogp_limit=1e-4,
+    )  # fmt: skip
+    sampler = Sampler(engine, agent, StubEnv(), CHAT, config)
+    probes = probe_prompts(learner.policy.vocab_size)
+    count = 4 * config.group_size
+    rewards = []
+    for step in range(steps):
+        engine.wake()
+        learner.publish()
+        check_agreement(engine, learner, probes, threshold=EngineConfig().agreement_on("cpu"))
+        groups, _ = sampler.play(tasks(4), config.group_size, seed=step)
+        engine.sleep()
+        for group in groups:
+            score(group, reward)
+        assign_advantages(groups, LossConfig())
+        weights = token_weights(groups, "dapo", config.max_sampled_tokens)
+        batches = pack_tree(groups, max_tokens=4096, weights=weights)
+        learner.step([Update(batches=batches, num_samples=count)])
+        rewards.append(sum(r.reward for g in groups for r in g.rollouts) / count)
+    return rewards
+
+
 def test_S0_14_share_of_rollouts_with_code_rises(
     engine: Engine, tiny_model: Path, tokenizer: Any
 ) -> None:
     opens, closes = common_letters(engine, tokenizer)
     agent = CodeAgent(system_prompt="S", open_tag=opens, close_tag=closes)
     config = RolloutConfig(max_turns=1, max_turn_tokens=24, group_size=16, deterministic=True)
-    shares = learned(engine, tiny_model, agent, calls, config, steps=14, loss=LossConfig())
+    shares = learned(engine, tiny_model, agent, calls, config, steps=14)
     assert sum(shares[-2:]) / 2 - sum(shares[:2]) / 2 >= 0.2, shares

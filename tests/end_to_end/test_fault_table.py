@@ -21,7 +21,7 @@ from tests.quick import STAND_INS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 MINE = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 from agentgrpo.actions import Finish, Observation, RunCode
 from agentgrpo.types import Task
 
@@ -33,6 +33,12 @@ def runs_out(): raise MemoryError  # here
 def fails_to_compute(): raise FloatingPointError("0/0")  # here
 def misses(): raise FileNotFoundError(2, "No such file or directory", "labels.csv")  # here
 def speaks_long(): raise RuntimeError("line\\n" * 9999)  # here
+def hangs(): open("hangs", "w"); time.sleep(10**6)  # here
+def hangs_on():
+    open("hangs", "w")
+    while True:
+        try: time.sleep(10**6)
+        except BaseException: pass  # whatever is raised
 def none(): return None
 def text(): return "high"
 def infinite(): return float("inf")
@@ -167,20 +173,26 @@ def rows() -> Iterator[tuple[str, str, str]]:
     yield "env.close", "raises", RAISED["raises"]
 
 
-@pytest.fixture
-def run(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Any:  # fmt: skip
-    (tmp_path / "mine.py").write_text(MINE)
-    config = tmp_path / "c.toml"
+def write_user_module(folder: Path, model: Path) -> Path:
+    """Write MINE and a config that uses all of it; returns the config's path."""
+    (folder / "mine.py").write_text(MINE)
+    config = folder / "c.toml"
     config.write_text(
-        f'model = "{tiny_model}"\nout_dir = "{tmp_path / "run"}"\nsteps = 2\neval_every = 0\n'
+        f'model = "{model}"\nout_dir = "{folder / "run"}"\nsteps = 2\neval_every = 0\n'
         '[env]\nkind = "mine:Env"\n[agent]\nkind = "mine:Agent"\n'
         '[data]\ntrain = "env"\nnum_heldout = 2\n[rollout]\ntasks_per_step = 2\ngroup_size = 2\n'
         '[reward]\nkind = "mine:reward"\non_error = "raise"\n'
         'functions = {"mine:bonus" = 1.0, "mine:judge" = 1.0}\n'
     )
+    return config
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Any:  # fmt: skip
+    config = write_user_module(tmp_path, tiny_model)
     monkeypatch.syspath_prepend(tmp_path)
     for name, stand_in in STAND_INS.items():
         monkeypatch.setattr(name, stand_in)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from agentgrpo.config import EngineConfig
 from agentgrpo.engine.agreement import Disagreement, Probes, check_agreement, probe_prompts
@@ -31,16 +32,6 @@ def make_learner(engine: Engine, tiny_model: Path) -> Callable[[str], Learner]:
         return learner_on(engine, tiny_model, weights=weights, dlogp_limit=THRESHOLD)
 
     return make
-
-
-@pytest.fixture
-def shared(make_learner: Callable[[str], Learner]) -> Learner:
-    return make_learner("shared")
-
-
-@pytest.fixture
-def copied(make_learner: Callable[[str], Learner]) -> Learner:
-    return make_learner("copy")
 
 
 def move(learner: Learner, seed: int = 0) -> None:
@@ -70,35 +61,94 @@ def test_correct_sync_agrees_after_each_update(
     engine.wake()
 
 
-def test_skipped_weight_sync_is_detected(engine: Engine, copied: Learner, probes: Probes) -> None:
-    copied.publish()
-    agree(engine, copied, probes)
-    move(copied)
-    engine.reset_prefix_cache()
-    with pytest.raises(Disagreement, match="disagree after the weight update"):
-        agree(engine, copied, probes)
-
-
 NAMES = [name for name, _ in make_model().named_parameters()]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_unsynchronised_tensor_is_detected(
-    engine: Engine, copied: Learner, probes: Probes, name: str
+def unsynchronised(engine: Engine, learner: Learner, names: Sequence[str] = ()) -> None:
+    """An update of which these tensors, or by default all, do not reach the sampler."""
+    move(learner)
+    if names:
+        views = views_for(engine.model, learner.model)
+        stale = {name: views[name].clone() for name in names}
+        learner.publish()
+        for name, value in stale.items():
+            views[name].copy_(value)
+
+
+def in_bfloat16(engine: Engine, learner: Learner) -> None:
+    for tensor in engine.model.parameters():
+        tensor.copy_(tensor.to(torch.bfloat16))
+
+
+def transposed(engine: Engine, learner: Learner, name: str) -> None:
+    """A matrix with its values in the order of its transpose."""
+    part = views_for(engine.model, learner.model)[name]
+    part.copy_(part.t().contiguous().reshape(part.shape))
+
+
+def swapped(engine: Engine, learner: Learner, names: Sequence[str]) -> None:
+    views = views_for(engine.model, learner.model)
+    a, b = (views[f"model.layers.0.{name}.weight"] for name in names)
+    kept = a.clone()
+    a.copy_(b)
+    b.copy_(kept)
+
+
+def without_rope(engine: Engine, learner: Learner) -> None:
+    """The sampler's rotary position tables, which are not in checkpoints, are zero."""
+    for name, table in engine.model.named_buffers():
+        if "cos_sin_cache" in name:
+            table.zero_()
+
+
+def without_rope_in_the_learner(engine: Engine, learner: Learner) -> None:
+    for name, table in learner.model.named_buffers():
+        if name.endswith("rotary_emb.inv_freq"):
+            table.zero_()
+
+
+FAULTS: list[tuple[str, Any]] = [
+    ("copy", unsynchronised),
+    *(("copy", partial(unsynchronised, names=[name])) for name in NAMES),
+    ("copy", in_bfloat16),
+    *(("copy", partial(transposed, name=name)) for name in NAMES if name.endswith("_proj.weight")),
+    ("copy", partial(swapped, names=("self_attn.k_proj", "self_attn.v_proj"))),
+    ("copy", partial(swapped, names=("mlp.gate_proj", "mlp.up_proj"))),
+    ("shared", without_rope),
+    ("shared", without_rope_in_the_learner),
+]
+
+
+@pytest.fixture
+def rope(engine: Engine) -> Iterator[None]:
+    """Restores the sampler's rotary tables."""
+    tables = [b for name, b in engine.model.named_buffers() if "cos_sin_cache" in name]
+    kept = [table.clone() for table in tables]
+    assert tables
+    yield
+    for table, value in zip(tables, kept, strict=True):
+        table.copy_(value)
+
+
+@pytest.mark.usefixtures("rope")
+@pytest.mark.parametrize(("weights", "fault"), FAULTS)
+def test_fault_of_the_weights_is_detected(
+    engine: Engine, make_learner: Callable[[str], Learner], probes: Probes, weights: str, fault: Any
 ) -> None:
-    copied.publish()
-    agree(engine, copied, probes)
-    move(copied)
-    views = views_for(engine.model, copied.model)
-    stale = views[name].clone()
-    copied.publish()
-    views[name].copy_(stale)
+    learner = make_learner(weights)
+    learner.publish()
+    agree(engine, learner, probes)
+    with torch.no_grad():
+        fault(engine, learner)
     engine.reset_prefix_cache()
     with pytest.raises(Disagreement, match="disagree after the weight update"):
-        agree(engine, copied, probes)
+        agree(engine, learner, probes)
 
 
-def test_stale_prefix_cache_is_detected(engine: Engine, shared: Learner, probes: Probes) -> None:
+def test_stale_prefix_cache_is_detected(
+    engine: Engine, make_learner: Callable[[str], Learner], probes: Probes
+) -> None:
+    shared = make_learner("shared")
     shared.publish()
     agree(engine, shared, probes)
     move(shared)  # and no publish(), which would have reset it
@@ -108,86 +158,10 @@ def test_stale_prefix_cache_is_detected(engine: Engine, shared: Learner, probes:
     agree(engine, shared, probes)
 
 
-def test_wrong_dtype_is_detected(engine: Engine, copied: Learner, probes: Probes) -> None:
-    copied.publish()
-    with torch.no_grad():
-        for tensor in engine.model.parameters():
-            tensor.copy_(tensor.to(torch.bfloat16))
-    engine.reset_prefix_cache()
-    with pytest.raises(Disagreement, match="disagree after the weight update"):
-        agree(engine, copied, probes)
-
-
-def reordered(part: Tensor) -> Tensor:
-    """A matrix with its values in the order of its transpose."""
-    return part.t().contiguous().reshape(part.shape)
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("_proj.weight")])
-def test_transposed_slice_of_fused_tensor_is_detected(
-    engine: Engine, copied: Learner, probes: Probes, name: str
+def test_nan_weights_are_detected(
+    engine: Engine, make_learner: Callable[[str], Learner], probes: Probes
 ) -> None:
-    copied.publish()
-    views = views_for(engine.model, copied.model)
-    views[name].copy_(reordered(views[name]))
-    engine.reset_prefix_cache()
-    with pytest.raises(Disagreement):
-        agree(engine, copied, probes)
-
-
-@pytest.mark.parametrize("pair", [("k_proj", "v_proj"), ("gate_proj", "up_proj")])
-def test_swapped_slices_of_fused_tensor_are_detected(
-    engine: Engine, copied: Learner, probes: Probes, pair: tuple[str, str]
-) -> None:
-    copied.publish()
-    views = views_for(engine.model, copied.model)
-    part = "self_attn" if pair[0] == "k_proj" else "mlp"
-    a, b = (views[f"model.layers.0.{part}.{name}.weight"] for name in pair)
-    kept = a.clone()
-    a.copy_(b)
-    b.copy_(kept)
-    engine.reset_prefix_cache()
-    with pytest.raises(Disagreement):
-        agree(engine, copied, probes)
-
-
-@pytest.fixture
-def rope(engine: Engine) -> Iterator[list[Tensor]]:
-    """The sampler's rotary position tables, which are not in checkpoints."""
-    tables = [b for name, b in engine.model.named_buffers() if "cos_sin_cache" in name]
-    kept = [table.clone() for table in tables]
-    yield tables
-    for table, value in zip(tables, kept, strict=True):
-        table.copy_(value)
-
-
-def test_dropped_rope_buffers_are_detected(
-    engine: Engine, shared: Learner, probes: Probes, rope: list[Tensor]
-) -> None:
-    shared.publish()
-    agree(engine, shared, probes)
-    assert rope
-    for table in rope:
-        table.zero_()
-    shared.publish()
-    with pytest.raises(Disagreement, match="disagree after the weight update"):
-        agree(engine, shared, probes)
-
-
-def test_changed_rope_buffers_of_the_learner_are_detected(
-    engine: Engine, shared: Learner, probes: Probes
-) -> None:
-    shared.publish()
-    agree(engine, shared, probes)
-    (inv_freq,) = {
-        id(b): b for n, b in shared.model.named_buffers() if n.endswith("rotary_emb.inv_freq")
-    }.values()
-    inv_freq.zero_()
-    with pytest.raises(Disagreement, match="disagree after the weight update"):
-        agree(engine, shared, probes)
-
-
-def test_nan_weights_are_detected(engine: Engine, shared: Learner, probes: Probes) -> None:
+    shared = make_learner("shared")
     shared.publish()
     with torch.no_grad():
         next(iter(shared.model.parameters()))[:] = torch.nan

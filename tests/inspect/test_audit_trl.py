@@ -125,14 +125,6 @@ def test_batch_without_sampled_tokens_is_not_audited(tmp_path: Path) -> None:
     assert not callback.audits
 
 
-def test_top_p_of_trl_is_named(tmp_path: Path) -> None:
-    """TRL issue 6789: vLLM reports log-probabilities after top_p, TRL's loss ignores top_p."""
-    from agentgrpo.inspect.audit_trl import AuditError
-
-    with pytest.raises(AuditError, match=r"sampling filter left on: "):
-        train(tmp_path, correct_sync, top_p=0.83, options={"top_p": 0.83})
-
-
 def test_missing_sampler_logprobs_are_refused(tmp_path: Path) -> None:
     from datasets import Dataset
 

@@ -17,75 +17,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.test_fault_table import line_of, write_user_module
 from tests.warm import ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PATIENCE_S = 200.0
-
-MINE = """
-import os, time
-from agentgrpo.actions import Finish, Observation, RunCode
-from agentgrpo.types import Task
-
-PLACE, HOW = os.environ["HANG"].split()
-
-def at(place, value=None):
-    if place == PLACE:
-        open("hangs", "w").write(str(os.getpid()))
-        globals()[HOW]()
-    return value
-async def later(place, value=None):
-    return at(place, value)
-
-def sleeps():
-    time.sleep(10**6)  # here: sleeps
-def swallows():
-    while True:
-        try: time.sleep(10**6)
-        except BaseException: pass  # whatever is raised
-
-class Env:
-    def tasks(self, split):
-        asked = {"role": "user", "content": "Q"}
-        return at("tasks", [Task(id=f"{split}/{i}", messages=(asked,), spec={}) for i in range(4)])
-    def reset(self, task): return at("reset", Slow() if PLACE.startswith("async") else World())
-class World:
-    def step(self, action): return at("step", Observation("seen"))
-    def finish(self, answer): return at("finish", {"part": 1.0})
-    def close(self): at("close")
-class Slow:
-    async def step(self, action): return await later("async.step", Observation("seen"))
-    async def finish(self, answer): return await later("async.finish", {"part": 1.0})
-    async def close(self): pass
-class Agent:
-    stop = ()
-    def messages(self, task): return task.messages
-    def prefill(self, task): return ""
-    def tools(self, task): return ()
-    def parse(self, text, task):
-        return at("parse", RunCode(text) if "<code>" in text else Finish(text))
-    def observe(self, action, told): return [{"role": "user", "content": told.text}]
-def reward(rollout): return at("reward", {"mine": 1.0})
-async def judge(view): return await later("judge", 1.0)
-"""
+NO_RETRIES = ["rollout.max_retries=0"]
 
 
 class Run:
     """A command of tests/quick.py in a session of its own."""
 
     def __init__(self, folder: Path, model: Path, place: str, how: str, *overrides: str) -> None:
-        (folder / "mine.py").write_text(MINE)
-        (folder / "c.toml").write_text(
-            f'model = "{model}"\nout_dir = "run"\nsteps = 2\neval_every = 0\n'
-            '[env]\nkind = "mine:Env"\n[agent]\nkind = "mine:Agent"\n[data]\ntrain = "env"\n'
-            "num_heldout = 2\n[rollout]\ntasks_per_step = 2\ngroup_size = 2\nmax_retries = 0\n"
-            '[reward]\nkind = "mine:reward"\non_error = "raise"\nfunctions = {"mine:judge" = 1.0}\n'
-        )
-        env = environment(HANG=f"{place} {how}", PYTHONPATH=str(ROOT))
+        config = str(write_user_module(folder, model))
+        env = environment(FAULT=f"{place} {how}", PYTHONPATH=str(ROOT))
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.quick", "train", "c.toml", *overrides], cwd=folder,
-            env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "tests.quick", "train", config, *NO_RETRIES, *overrides],
+            cwd=folder, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
 
@@ -119,27 +68,21 @@ def start(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Run]]:
         run.process.communicate()
 
 
-def line_of(how: str) -> int:
-    return next(n for n, line in enumerate(MINE.splitlines(), 1) if f"# here: {how}" in line)
-
-
 @pytest.mark.parametrize(
     ("place", "how", "named"),
     [
-        ("step", "sleeps", "World.step"),
-        ("async.step", "sleeps", "Slow.step"),  # and keeps the loop
-        ("reward", "sleeps", "the reward reward"),
-        ("parse", "swallows", "Agent.parse"),
+        ("step", "hangs", "World.step"),
+        ("async.step", "hangs", "Slow.step"),  # and keeps the loop
+        ("reward", "hangs", "the reward reward"),
+        ("parse", "hangs_on", "Agent.parse"),
     ],
 )
 def test_hanging_user_call_ends_the_run_with_its_name_and_line(
     start: Callable[..., Run], place: str, how: str, named: str
 ) -> None:
     status, err = start(place, how, "rollout.call_timeout_s=5.5").ended()
-    where = {"swallows": r"\d+"}.get(how) or str(line_of(how))
-    said = (
-        rf"{named} did not return within [\d.]+ s \(task '.*', rollout \d, at .*mine.py:{where}\)"
-    )
+    where = rf"\(task '.*', rollout \d, at .*mine.py:{line_of(how)}\)"
+    said = rf"{named} did not return within [\d.]+ s {where}"
     assert re.search(said, err), err
     assert status == 3
     assert re.search(rf"waiting for {named} \(task .*, at .*\).* for \d+ s\n", err), err
@@ -147,7 +90,7 @@ def test_hanging_user_call_ends_the_run_with_its_name_and_line(
 
 @pytest.mark.parametrize(
     ("place", "how"),
-    [("parse", "swallows"), ("async.step", "sleeps")],
+    [("parse", "hangs_on"), ("async.step", "hangs")],
 )
 def test_second_ctrl_c_ends_every_hanging_run(
     start: Callable[..., Run], place: str, how: str

@@ -144,19 +144,6 @@ def test_teacher_does_not_read_hidden_tests(
     assert SECRET not in "".join(rollout.feedback)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["teacher.model=m", "teacher.feedback=errors"], "teacher.feedback: expected none with"),
-        (["teacher.model=m", "teacher.topk=2", "teacher.clip=1"], "clip: 1.0 does nothing without"),
-        (["teacher.decay=0.5"], r"teacher\.decay: 0\.5 does nothing without teacher\.feedback"),
-    ],
-)
-def test_incompatible_teacher_settings_are_errors(settings: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        a_config(*settings)
-
-
 def test_teacher_must_have_the_policys_tokenizer(tmp_path: Path) -> None:
     say: Callable[[str], None] = lambda line: None  # noqa: E731
     make_tokenizer(merges=[("a", "b")]).save_pretrained(tmp_path)

@@ -20,6 +20,7 @@ from agentgrpo import cli
 from agentgrpo.records import checkpoint
 from agentgrpo.support.atomic_files import write_json, write_lines
 from tests import tiny
+from tests.warm import ROOT
 
 pytestmark = [pytest.mark.nsjail, pytest.mark.slow]
 
@@ -30,6 +31,18 @@ TALKS = [
                   {"role": "assistant", "content": f"Answer: {row['answer']}"}]}
     for row in ROWS
 ]  # fmt: skip
+
+
+SYSTEM = "{% if m['role'] != 'system' %}{{ m['content'] }}{% else %}{SHOWN}{% endif %}"
+TEMPLATES = {
+    "no_template": None,
+    "no_tools": tiny.CHATML.replace("{% if tools %}", "{% if false %}"),
+    "no_system": tiny.CHATML.replace("{{ m['content'] }}", SYSTEM.replace("{SHOWN}", "")),
+    "short_system": tiny.CHATML.replace(
+        "{{ m['content'] }}", SYSTEM.replace("{SHOWN}", "{{ m['content'][:9] }}")
+    ),
+}
+"""Chat templates that lack something, by the folder of their model."""
 
 
 class Asked(Exception):
@@ -48,6 +61,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_lines(folder / "rows.jsonl", ROWS)
     write_lines(folder / "talks.jsonl", TALKS)
     write_lines(folder / "levels.jsonl", LEVELS)
+    write_lines(folder / "others.jsonl", [{"prompt": "1+1", "target": "2"}])
+    (folder / "empty.jsonl").write_text("\n")
+    (folder / "newcomers_tools.py").write_text('def add(a: int) -> int:\n    """Add 1."""\n')
+    for name, template in TEMPLATES.items():
+        tiny.make_tokenizer(template).save_pretrained(tiny.make_model_dir(folder / name))
+        if template is None:
+            (folder / name / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "c.toml").write_text(
         f'model = "{model}"\nout_dir = "{folder / "run"}"\n[data]\ntrain = "rows.jsonl"\n'
         "num_heldout = 4\n[engine]\nkv_cache_gib = 0.0625\n"
@@ -274,6 +294,32 @@ def test_unreadable_file_is_named(
     assert "[Errno" not in told
 
 
+NEWCOMERS = {
+    "train c.toml engine.max_model_len=128": "engine.max_model_len: expected more than the",
+    "train c.toml rollout.groupsize=3": "unknown config key",
+    "train c.toml reward.kind=nosuchmodule:f": "reward.kind: no module",
+    "train c.toml data.train=empty.jsonl": "no rows",
+    "train c.toml data.train=others.jsonl": "no column",
+    "train c.toml model=no_template": "has no chat template",
+    "train c.toml model=no_system": "does not render the system message",
+    "train c.toml model=short_system": "does not render the system message",
+    "train c.toml model=no_tools agent.kind=tools env.kind=tools "
+    'env.options.tools=["newcomers_tools:add"]': "does not render tools",
+}
+"""Commands whose message is in docs/debug.md."""
+
+
+@pytest.mark.parametrize("line", NEWCOMERS)
+def test_error_of_a_newcomer_is_on_the_debug_page(
+    place: Path, said: Said, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(place)
+    status, told = said(f"{line} --dry-run")
+    assert status == 2, told
+    assert NEWCOMERS[line] in told
+    assert NEWCOMERS[line] in (ROOT / "docs/debug.md").read_text()
+
+
 LORA = "learner.lora.rank=4 learner.lora.target_modules="
 LATE = {
     f'train c.toml {LORA}["nope"]': "learner.lora.target_modules: no linear layer has this name: "
@@ -375,6 +421,7 @@ def test_unscorable_task_is_found_before_the_run(
 ABSURD = {
     "train c.toml engine.kv_cache_gib=900000": "are needed to start it",
     "train c.toml engine.max_model_len=100000 learner.max_tokens=100000": "must be at most 1024",
+    "train c.toml learner.trained_layers=3": "learner.trained_layers must be at most 2, got 3",
     "train c.toml engine.tensor_parallel_size=64": "Start with torchrun",
     "train c.toml learner.lora.rank=256": "learner.lora.rank must be at most 64",
     "train c.toml data.num_heldout=5000000": "data.num_heldout: expected below ",

@@ -78,28 +78,31 @@ def played(sampled: int, finish_reason: str, status: Status, prompt: int = 2) ->
     return rollout
 
 
+TURN, RESPONSE = "rollout.max_turn_tokens=8", "rollout.max_response_tokens=6"
+
+
 @pytest.mark.parametrize(
-    ("sampled", "finish_reason", "message"),
+    ("limits", "sampled", "finish_reason", "message"),
     [
-        (8, "stop", ""),
-        (9, "stop", "turn 0: 9 tokens with finish_reason 'stop', but the budget was 8"),
-        (8, "length", ""),
-        (7, "length", "turn 0: 7 tokens with finish_reason 'length', but the budget was 8"),
-        (8, "abort", "turn 0: not the end, but finish_reason is 'abort'"),
+        (TURN, 8, "stop", ""),
+        (TURN, 9, "stop", "turn 0: 9 tokens with finish_reason 'stop', but the budget was 8"),
+        (TURN, 8, "length", ""),
+        (TURN, 7, "length", "turn 0: 7 tokens with finish_reason 'length', but the budget was 8"),
+        (TURN, 8, "abort", "turn 0: not the end, but finish_reason is 'abort'"),
+        (f"{TURN} {RESPONSE}", 6, "length", ""),
+        (
+            f"{TURN} {RESPONSE}", 5, "length",
+            "turn 0: 5 tokens with finish_reason 'length', but the budget was 6",
+        ),
     ],
-)
-def test_turn_budget_is_checked(sampled: int, finish_reason: str, message: str) -> None:
-    config = a_config("rollout.max_turn_tokens=8", "engine.max_model_len=128")
+)  # fmt: skip
+def test_turn_budget_is_checked(
+    limits: str, sampled: int, finish_reason: str, message: str
+) -> None:
+    config = a_config(*limits.split(), "engine.max_model_len=128")
     status = Status.TRUNCATED_LENGTH if finish_reason == "length" else Status.COMPLETED
     faults = list(status_faults(played(sampled, finish_reason, status), config))
     assert faults == ([message] if message else [])
-
-
-def test_turn_budget_is_rest_of_max_response_tokens() -> None:
-    config = a_config("rollout.max_turn_tokens=8", "rollout.max_response_tokens=6")
-    assert list(status_faults(played(6, "length", Status.TRUNCATED_LENGTH), config)) == []
-    (fault,) = status_faults(played(5, "length", Status.TRUNCATED_LENGTH), config)
-    assert "but the budget was 6" in fault
 
 
 def test_infra_error_with_rewards_is_a_fault() -> None:

@@ -88,7 +88,9 @@ def test_tokens_are_text_and_parts_of_characters_are_bytes(run: Path) -> None:
     }  # fmt: skip
 
 
-def test_without_tokenizer_ids_are_shown(run: Path, tmp_path: Path) -> None:
+def test_without_tokenizer_ids_are_shown_and_a_checkpoints_is_used(
+    run: Path, tmp_path: Path
+) -> None:
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         (tmp_path / name).write_bytes((run / name).read_bytes())
     index = read_run(tmp_path).index
@@ -96,11 +98,6 @@ def test_without_tokenizer_ids_are_shown(run: Path, tmp_path: Path) -> None:
     assert index["config"] == {}
     token = index["vocabulary"]["ids"][0]
     assert index["vocabulary"]["shown"][0] == f"⟨{token}⟩"
-
-
-def test_tokenizer_of_checkpoint_is_used(run: Path, tmp_path: Path) -> None:
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        (tmp_path / name).write_bytes((run / name).read_bytes())
     checkpoint = tmp_path / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "tokenizer.json").write_bytes((run / "model" / "tokenizer.json").read_bytes())
@@ -159,14 +156,6 @@ def test_page_has_no_external_references(run: Path, tmp_path: Path) -> None:
     assert "taken" not in page, "sampled text is compressed data, never markup"
     for outside in ("http://", "https://", "src=", "@import", "url("):
         assert outside not in page.replace("http://www.w3.org/2000/svg", "")
-
-
-def test_folder_without_metrics_is_refused(tmp_path: Path) -> None:
-    ran = view(tmp_path)
-    assert ran.returncode == 2
-    assert ran.stderr.startswith(f"error: {tmp_path}: no metrics.jsonl, which a run's folder")
-    with pytest.raises(ValueError, match=r"no metrics\.jsonl, which a run's folder"):
-        read_run(tmp_path)
 
 
 @pytest.mark.parametrize(
