@@ -58,9 +58,12 @@ def owner() -> int:
     return FIRST_UID if has_own_ids() else JAIL_ID
 
 
-def hold() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def hold(kind: int = fcntl.LOCK_SH) -> Iterator[None]:
     """Context manager during which no process deletes a layer."""
-    return _locked("used", fcntl.LOCK_SH)
+    with (store_dir() / "used").open("a") as lock:
+        fcntl.flock(lock, kind)
+        yield
 
 
 def get_image(name: str) -> Image:
@@ -94,7 +97,7 @@ def remove_image(name: str) -> None:
 def delete_unused(pattern: str = "*") -> bool:
     """Delete layers that no image has. False if the store is in use: nothing was deleted."""
     try:
-        with _locked("used", fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with hold(fcntl.LOCK_EX | fcntl.LOCK_NB):
             used = {layer for image in list_images() for layer in image.layers}
             for path in (store_dir() / "layers").glob(pattern):
                 if str(path) not in used:
@@ -155,13 +158,6 @@ def publish(finished: Path, final: Path) -> None:
         shutil.rmtree(finished)
 
 
-@contextlib.contextmanager
-def _locked(name: str, kind: int) -> Iterator[None]:
-    with (store_dir() / name).open("a") as lock:
-        fcntl.flock(lock, kind)
-        yield
-
-
 def set_bytes(layer: Path, size: int) -> None:
     """Record the size of a layer's files."""
     os.setxattr(layer, SIZE, b"%d" % size)
@@ -186,10 +182,8 @@ def add_image(
     delete_unused(f"{UNFINISHED}*")  # left by killed processes
     with hold(), _explained(os.fspath(source)), contextlib.ExitStack() as opened:
         contents = find_contents(os.fspath(source), opened)
-        platform = (
-            contents.config.get("os", "linux"),
-            contents.config.get("architecture", machine()),
-        )
+        config = {"os": "linux", "architecture": machine()} | contents.config
+        platform = (config["os"], config["architecture"])
         if platform != ("linux", machine()):
             raise ImageError(f"expected an image for linux/{machine()}, got {'/'.join(platform)}")
         if len(contents.layers) > MAX_LAYERS:
@@ -200,16 +194,12 @@ def add_image(
             with new_layer(key) as scratch:
                 if scratch is not None:
                     label = f"{name}: layer {number + 1} of {len(contents.layers)}"
-                    report = partial(progress or _quiet, label)
+                    report = partial(progress or (lambda *_: None), label)
                     fill(scratch, layers, layer, contents.open, report)
             layers.append(key)
         settings = contents.config.get("config") or {}
         env = {"PATH": PATH} | dict(pair.split("=", 1) for pair in settings.get("Env") or ())
         return save_image(name, layers, env, settings.get("WorkingDir") or "/", contents.digest)
-
-
-def _quiet(label: str, done: int, total: int) -> None:
-    del label, done, total
 
 
 def _file(name: str) -> Path:
@@ -236,7 +226,7 @@ def _explained(source: str) -> Iterator[None]:
 
 def fill(
     scratch: Path, below: Sequence[str], layer: Layer, open_blob: Callable[[str], Any],
-    report: Callable[[int, int], None] = lambda done, total: None,
+    report: Callable[[int, int], None],
 ) -> None:  # fmt: skip
     """Unpack a layer and verify its two digests, of the blob and of the content."""
     paths = [str(scratch.parent / name) for name in below]
