@@ -7,7 +7,6 @@ class has the two methods of User.
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
@@ -72,7 +71,7 @@ class ScriptedUser:
     Deterministic: the reply depends only on the texts and the number of the agent's messages.
     """
 
-    def __init__(self, pieces: Sequence[str], patience: int = 8) -> None:
+    def __init__(self, pieces: Sequence[str], patience: int) -> None:
         self._pieces, self._patience = list(pieces), patience
         self._turn = 0
 
@@ -119,7 +118,7 @@ class UserSimulators:
 
     def __init__(
         self, mode: str, silent: str, played: Sequence[str],
-        models: Mapping[str, Model] = MODELS, max_tokens: int = 256,
+        models: Mapping[str, Model] = MODELS, max_tokens: int = 256, patience: int = 8,
     ) -> None:  # fmt: skip
         kind, colon, endpoint = mode.partition(":")
         model_modes = ("reference", "endpoint:NAME") if "model" in played else ()
@@ -131,7 +130,7 @@ class UserSimulators:
             message = f"no endpoint {name!r}; there are: {', '.join(models)}"
             raise ValueError(f"mode: {NO_REFERENCE if name == 'reference' else message}")
         self.has_dialogue = mode != silent
-        self._mode, self._max_tokens = mode, max_tokens
+        self._mode, self._max_tokens, self._patience = mode, max_tokens, patience
         self._model = None if name is None else models[name]
         is_user_class = colon and name is None
         self._user_class = load_callable(mode, key="env.options.mode") if is_user_class else None
@@ -141,7 +140,7 @@ class UserSimulators:
         if self._user_class is not None:
             return cast(User, self._user_class(task.spec))
         if self._mode == "scripted":
-            return ScriptedUser(pieces)
+            return ScriptedUser(pieces, self._patience)
         if self._model is None:
             return None
         opening = str(task.messages[-1]["content"])
@@ -191,7 +190,6 @@ class SupportEnv:
         self.customers, self.has_user, self.policy = customers, customers.has_dialogue, policy
         self.schemas = (*schemas, *(() if self.has_user else (DONE_SCHEMA,)))
         self._gold: dict[str, Any] = {}
-        self._lock = threading.Lock()
 
     def tools(self, task: Task) -> Sequence[Schema]:
         return self.schemas
@@ -209,10 +207,9 @@ class SupportEnv:
         )
 
     def cached(self, key: str, compute: Callable[[], Any]) -> Any:
-        with self._lock:
-            if key not in self._gold:
-                self._gold[key] = compute()
-            return self._gold[key]
+        if key not in self._gold:
+            self._gold[key] = compute()
+        return self._gold[key]
 
 
 class SupportEpisode(Episode):

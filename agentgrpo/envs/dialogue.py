@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from agentgrpo.actions import Action, ModelReply, Observation, Say
 from agentgrpo.envs.base import AnyEpisode, Environment
-from agentgrpo.envs.customers import ScriptedUser, User, UserDialogue, UserSimulators
+from agentgrpo.envs.customers import User, UserDialogue, UserSimulators
 from agentgrpo.envs.runner import LOOP, checked_episode
 from agentgrpo.support.user_calls import run_sync
 from agentgrpo.types import Task
@@ -30,19 +30,12 @@ class DialogueEnv:
     has_user = True
 
     def __init__(
-        self, inner: Environment, users: UserSimulators, mode: str, reads: bool, max_replies: int
+        self, inner: Environment, users: UserSimulators, reads: bool, max_replies: int
     ) -> None:
-        self.inner, self.max_replies = inner, max_replies
-        self._users, self._mode, self._reads = users, mode, reads
+        self.inner, self._users, self._reads, self._max_replies = inner, users, reads, max_replies
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-    def user_of(self, task: Task) -> User:
-        texts = self.texts_of(task)
-        if self._mode == "scripted":
-            return ScriptedUser(texts, patience=0)
-        return cast(User, self._users.of(task, texts, PERSON.format("\n".join(texts))))
 
     def texts_of(self, task: Task) -> Sequence[str]:
         """The texts in the task's column `user`. Raises ValueError if it has none."""
@@ -58,9 +51,10 @@ class DialogueEnv:
         return texts
 
     def reset(self, task: Task) -> AnyEpisode:
-        user = self.user_of(task)
+        texts = self.texts_of(task)
+        user = cast(User, self._users.of(task, texts, PERSON.format("\n".join(texts))))
         episode = checked_episode(self.inner.reset(task))
-        return cast(AnyEpisode, DialogueEpisode(episode, user, self.max_replies))
+        return cast(AnyEpisode, DialogueEpisode(episode, user, self._max_replies))
 
 
 class DialogueEpisode:

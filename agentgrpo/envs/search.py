@@ -110,8 +110,8 @@ class SearchOptions(TypedDict, total=False):
     pages: bool
     summary: Summary
     cache: Path
-    top_k: int
-    max_chars: int
+    top_k: Positive
+    max_chars: Positive
 
 
 class SearchEnv:
@@ -153,15 +153,12 @@ class SearchEnv:
         pages: bool = False,
         summary: Summary | None = None,
         cache: Path | None = None,
-        top_k: int = 3,
-        max_chars: int = 500,
+        top_k: Positive = 3,
+        max_chars: Positive = 500,
         models: Mapping[str, Any] = MappingProxyType({}),
         retrievers: Mapping[str, Any] = MappingProxyType({}),
         load_encoder: Callable[[Path, Any], Any] | None = None,
     ) -> None:
-        for name, number in (("top_k", top_k), ("max_chars", max_chars)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name}: expected a number of at least 1, got {number!r}")
         for name, value, requirement, is_met in (
             ("dense", dense, "corpus", corpus is not None),
             ("pages", pages, "retriever", retriever),

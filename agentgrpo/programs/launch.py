@@ -233,11 +233,9 @@ class Process:
                 prefix="agentgrpo-program-", ignore_cleanup_errors=True
             )
             directory = Path(stack.enter_context(folder))
-            for path in self._files:
-                if path.is_dir():
-                    shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
-                else:
-                    shutil.copy(path, directory / path.name)
+            for name, path in (entry for file in self._files for entry in _files_in(file)):
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, directory / name)
             task_text = json.dumps(task_json(task), ensure_ascii=False)
             (directory / TASK_FILE).write_text(task_text, encoding="utf-8")
             inherited = {k: v for k, v in os.environ.items() if k.lower() not in PROXIES}

@@ -87,11 +87,10 @@ def accepted_answers(task: Task) -> list[str]:
 
 def holds_answer(task: Task) -> bool:
     """Whether the question contains an accepted answer literally."""
-    answer = task.spec.get("answer")
-    accepted = answer if isinstance(answer, list | tuple) else [answer]
-    texts = [
-        re.escape(str(text).strip()) for text in accepted if isinstance(text, str | int | float)
-    ]
+    try:
+        texts = [re.escape(text.strip()) for text in accepted_answers(task)]
+    except ValueError:
+        return False
     question = "\n".join(str(message.get("content")) for message in task.messages)
     return any(re.search(rf"(?<!\w){t}(?!\w)", question, re.IGNORECASE) for t in texts if t)
 

@@ -247,7 +247,7 @@ def make_env(resolved: Resolved, pool: Any, models: Mapping[str, Model] = MODELS
             f"env.user.mode: expected 'nobody', since env.kind {config.env.kind!r} has a user of "
             f"its own, got {user.mode!r}"
         )
-    dialogue = DialogueEnv(env, users, user.mode, user.reads_column, user.max_replies)
+    dialogue = DialogueEnv(env, users, user.reads_column, user.max_replies)
     return cast(Environment, dialogue)
 
 

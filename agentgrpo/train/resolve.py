@@ -174,7 +174,9 @@ def _require_user_column(config: TrainConfig) -> None:
 def users_of(config: UserConfig, models: Mapping[str, Model] = MODELS) -> UserSimulators | None:
     """Make the users that env.user names; None for nobody."""
     try:
-        users = UserSimulators(config.mode, "nobody", ("scripted", "model"), models, max_tokens=64)
+        users = UserSimulators(
+            config.mode, "nobody", ("scripted", "model"), models, max_tokens=64, patience=0
+        )
     except ValueError as error:
         raise ValueError(f"env.user.{str(error).removeprefix('env.options.')}") from None
     return users if users.has_dialogue else None

@@ -361,6 +361,7 @@ def made(config: TrainConfig) -> Any:
     ("options", "said"),
     [
         ({}, "env.options.corpus: expected texts to search, or a retriever"),
+        ({"corpus": "x", "top_k": 0}, r"env\.options\.top_k: .* equal to 1, got 0"),
         ({"retriever": "web"}, "env.options.retriever: .* kind retriever, got 'web'; .*: wiki"),
         ({"corpus": "x", "pages": True}, "env.options.pages: it has no effect without retriever"),
         ({"retriever": "wiki", "dense": {"encoder": "x"}}, "env.options.dense: .* without corpus"),

@@ -8,9 +8,8 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -113,27 +112,6 @@ def test_lack_of_resources_is_an_infrastructure_error(
     assert rollout.status is Status.INFRA_ERROR
     assert "Too many open files" in str(rollout.error)
     assert env.closed == ["t0"]
-
-
-LIST = "find . -type f ! -name answer.txt ! -name task.json > answer.txt"
-
-
-@pytest.mark.parametrize(
-    "given", [["."], ["mine"], ["mine/x.py"], ["mine", "more/mine", "mine/x.py"]]
-)
-def test_files_have_the_same_paths_in_process_and_session(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine/x.py", "mine/in/y.py", "more/mine/z.py"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(name)
-    files = [Path(name) for name in given]
-    of: Any = SimpleNamespace(key="k", url="u")
-    outcome = Process(["sh", "-c", LIST], files).start(tasks(1)[0], of, of).outcome.result(60)
-    found = [line.removeprefix("./") for line in str(outcome.answer).split()]
-    session = Sandboxed(cast(Any, None), ["x"], files, 9.0)
-    assert sorted(found) == sorted(session._files)
 
 
 def test_program_that_cannot_be_executed_ends_the_run(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from agentgrpo.actions import Action, Observation, Say, Schema
+from agentgrpo.config.section import Positive
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.tools import Tool, calls_of, require_same
 from agentgrpo.support.optional_deps import import_optional
@@ -49,13 +50,9 @@ class GymnasiumEnv:
         actions: Sequence[str] | None = None,
         rules: str = "",
         act_by: Literal["tool", "reply"] = "tool",
-        num_tasks: int = 64,
+        num_tasks: Positive = 64,
         seed: int = 0,
     ) -> None:
-        if act_by not in ("tool", "reply"):
-            raise ValueError(f"act_by: expected 'tool' or 'reply', got {act_by!r}")
-        if num_tasks < 1:
-            raise ValueError(f"num_tasks: expected at least 1, got {num_tasks}")
         if abs(seed - HELDOUT_SEED) < num_tasks:
             message = f"seed: expected no seeds of held-out tasks (from {HELDOUT_SEED} on)"
             raise ValueError(f"{message}, got {num_tasks} training tasks from {seed} on")
