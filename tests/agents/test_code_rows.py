@@ -23,7 +23,7 @@ from agentgrpo.rewards.shipped import score
 from agentgrpo.rollout.engine_protocol import request_seed
 from agentgrpo.sandbox import Limits, SandboxPool
 from agentgrpo.train.plugins import make_reward
-from agentgrpo.train.prepare import make_agent, make_env
+from agentgrpo.train.prepare import make_agent, make_env, open_sandbox
 from agentgrpo.train.resolve import resolve
 from agentgrpo.types import Group, Status
 from tests.given import TASK
@@ -114,8 +114,6 @@ def _hidden() -> None: ...
 @pytest.mark.nsjail
 @pytest.mark.parametrize("show", ["source", "signatures", "no"])
 def test_S0_4_a_tool_script_is_loaded_and_shown(tmp_path: Path, show: Any) -> None:
-    from agentgrpo.train.prepare import open_sandbox
-
     script = tmp_path / "tools.py"
     script.write_text(TOOLS)
     config = TrainConfig(
@@ -265,13 +263,11 @@ def test_S0_9_ten_megabytes_are_cut_to_head_and_tail(
 @pytest.mark.nsjail
 @pytest.mark.parametrize("place", ["/var/tmp", "/tmp"])  # sessions have a /tmp of their own
 def test_S0_10_packages_need_their_directory(env: PythonEnv, place: str) -> None:
-    from agentgrpo.train.prepare import open_sandbox
-
     with tempfile.TemporaryDirectory(dir=place) as folder:
-        _import_handy(Path(folder), env, open_sandbox)
+        _import_handy(Path(folder), env)
 
 
-def _import_handy(folder: Path, env: PythonEnv, open_sandbox: Any) -> None:
+def _import_handy(folder: Path, env: PythonEnv) -> None:
     folder.chmod(0o755)
     (folder / "handy.py").write_text("answer = 42")
     code = "<code>import handy, os\nprint(handy.answer, os.environ['KEY'])</code>"
@@ -293,8 +289,6 @@ def _import_handy(folder: Path, env: PythonEnv, open_sandbox: Any) -> None:
     ],
 )
 def test_S0_10_invalid_template_names_its_key(config: Any, message: str) -> None:
-    from agentgrpo.train.prepare import open_sandbox
-
     with pytest.raises(ValueError, match=message):
         open_sandbox(SandboxConfig(**config))
 

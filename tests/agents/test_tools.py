@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pydantic
 import pytest
+from tokenizers import AddedToken
 
 from agentgrpo.actions import (
     MAX_DEPTH,
@@ -29,11 +30,13 @@ from agentgrpo.agents.code import CodeAgent
 from agentgrpo.agents.inline import InlineAgent
 from agentgrpo.agents.tools import ONE_CALL_RULE, ToolAgent
 from agentgrpo.config.read import load_config
+from agentgrpo.engine.tool_parsers import tool_call_reader
 from agentgrpo.envs.tools import Tool, ToolEnv
 from agentgrpo.types import Status, Task
 from tests.given import TASK
 from tests.playing import EOT, TOKENIZER, given_and_sampled, play, shown, task, wrapped
 from tests.rollout.stubs import Turn
+from tests.tiny import make_tokenizer
 
 
 class Unit(Enum):
@@ -83,16 +86,12 @@ ENV = ToolEnv([add, boom])
 
 @pytest.fixture(scope="module")
 def hermes() -> ReadCalls:
-    from agentgrpo.engine.tool_parsers import tool_call_reader
-
     return tool_call_reader("hermes", TOKENIZER)
 
 
-def agent(read: ReadCalls, *, has_user: bool = False, **config: Any) -> ToolAgent:
-    env = SimpleNamespace(tools=ENV.tools, has_user=has_user)
-    made = ToolAgent(env=env, call_reader=lambda parser: read, **config)
-    made.tools(task())
-    return made
+def agent(read: ReadCalls, env: Any = ENV, *, has_user: bool = False, **config: Any) -> ToolAgent:
+    env = SimpleNamespace(tools=env.tools, has_user=has_user)
+    return ToolAgent(env=env, call_reader=lambda parser: read, **config)
 
 
 def nested(depth: int) -> Any:
@@ -182,7 +181,7 @@ def test_S2_6_unencodable_text_is_handled(hermes: ReadCalls) -> None:
         return f"{name.encode()!r} \ud800"
 
     env = ToolEnv([half])
-    made = ToolAgent(env=env, call_reader=lambda parser: hermes)
+    made = agent(hermes, env)
     turn = '<tool_call>{"name": "half", "arguments": {"name": "\\ud800"}}</tool_call>'
     played = play(made, env, turn + EOT, f"ok{EOT}")
     assert f"tool\nb'?' \ufffd{EOT}" in shown(played)
@@ -287,11 +286,6 @@ BROKEN = [
 
 @pytest.mark.parametrize(("parser", "text"), FAMILIES)
 def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
-    from tokenizers import AddedToken
-
-    from agentgrpo.engine.tool_parsers import tool_call_reader
-    from tests.tiny import make_tokenizer
-
     tokenizer = make_tokenizer()
     marks = ["<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>"]
     marks += ["[TOOL_CALLS]", *["[ARGS]"][: "[ARGS]" in text]]
@@ -306,8 +300,6 @@ def test_S2_6_every_family_reads_its_own_form(parser: str, text: str) -> None:
 def test_an_argument_is_not_read_anew_at_each_of_its_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's parsers do for a stream: a page of HTML took seconds, with the GIL held."""
     from vllm.parser.engine.parser_engine import ParserEngine
-
-    from agentgrpo.engine.tool_parsers import tool_call_reader
 
     asked: list[str] = []
     prefix = ParserEngine._safe_arg_prefix
@@ -336,8 +328,6 @@ def test_an_argument_is_not_read_anew_at_each_of_its_tags(monkeypatch: pytest.Mo
 )
 def test_a_turn_of_thousands_of_marks_is_malformed(parser: str, text: str) -> None:
     """Parsers take time quadratic in them: 40 KB of parameters took 19 s."""
-    from agentgrpo.engine.tool_parsers import tool_call_reader
-
     read = tool_call_reader(parser, TOKENIZER)
     assert agent(read).parse(text, TASK) == UNREAD
     prose = f"a ={' ' * 300}b" + "<parameter>" * 1001
@@ -345,8 +335,6 @@ def test_a_turn_of_thousands_of_marks_is_malformed(parser: str, text: str) -> No
 
 
 def test_broken_tool_schema_is_not_the_policys_fault() -> None:
-    from agentgrpo.engine.tool_parsers import tool_call_reader
-
     read = tool_call_reader("hermes", TOKENIZER)
     for wrong in ({"parameters": "{}"}, {"description": ["x"]}):
         with pytest.raises(ValueError, match="tools"):
@@ -354,8 +342,6 @@ def test_broken_tool_schema_is_not_the_policys_fault() -> None:
 
 
 def test_unknown_parser_is_an_error() -> None:
-    from agentgrpo.engine.tool_parsers import tool_call_reader
-
     with pytest.raises(ValueError, match=r"parser: expected one of .*hermes.*got 'herms'"):
         tool_call_reader("herms", TOKENIZER)
     assert logging.getLogger("vllm").level != logging.CRITICAL
@@ -367,8 +353,6 @@ def test_malformed_calls_are_not_logged_by_vllm(
     pytest.importorskip("vllm")
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging
-
-    from agentgrpo.engine.tool_parsers import tool_call_reader
 
     read = tool_call_reader("hermes", TOKENIZER)
     configure_logging(LoggingConfig())  # as an engine does when it starts
@@ -437,8 +421,7 @@ def test_coroutines_of_a_turn_run_at_once_and_answer_in_order(hermes: ReadCalls)
 
     env = ToolEnv([meet, add])
     turn = f"{call('meet', n=1)}{call('meet', n=2)}{call('add', a=3)}{EOT}"
-    made = ToolAgent(env=env, call_reader=lambda parser: hermes, parallel_calls=True)
-    played = play(made, env, turn, f"ok{EOT}")
+    played = play(agent(hermes, env, parallel_calls=True), env, turn, f"ok{EOT}")
     assert f"tool\n1{EOT}\n<|im_start|>tool\n2{EOT}\n<|im_start|>tool\n4{EOT}" in shown(played)
 
 
@@ -449,8 +432,7 @@ def test_a_tool_that_a_wrapper_hides_is_a_coroutine_is_awaited(hermes: ReadCalls
         return n + 1
 
     env = ToolEnv([wrapped(later)])
-    made = ToolAgent(env=env, call_reader=lambda parser: hermes)
-    played = play(made, env, f"{call('later', n=2)}{EOT}", f"ok{EOT}")
+    played = play(agent(hermes, env), env, f"{call('later', n=2)}{EOT}", f"ok{EOT}")
     assert f"tool\n3{EOT}" in shown(played)
 
 
@@ -460,8 +442,7 @@ def test_a_tools_machine_failure_is_no_observation(hermes: ReadCalls) -> None:
         raise InfrastructureError("disk on fire")
 
     env = ToolEnv([broken])
-    made = ToolAgent(env=env, call_reader=lambda parser: hermes)
-    played = play(made, env, f"{call('broken')}{EOT}", max_retries=0)
+    played = play(agent(hermes, env), env, f"{call('broken')}{EOT}", max_retries=0)
     assert (played.status, played.error) == (Status.INFRA_ERROR, "disk on fire")
 
 
@@ -485,10 +466,8 @@ class ByTask(ToolEnv):
 
 def test_a_call_is_read_by_the_schema_of_its_own_task() -> None:
     """Though an agent serves many tasks, whose tools may share names and differ in all else."""
-    from agentgrpo.engine.tool_parsers import tool_call_reader
-
     reader = tool_call_reader("qwen3_coder", TOKENIZER)
-    by_task = ToolAgent(env=ByTask([add]), call_reader=lambda parser: reader)
+    by_task = agent(reader, ByTask([add]))
     inline = InlineAgent(env=ByTask([add]))
     tasks = [replace(TASK, spec={"n": {"type": kind}}) for kind in ("integer", "string")]
     tasks.append(replace(TASK, spec={"m": {"type": "string"}}))
