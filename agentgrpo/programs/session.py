@@ -52,7 +52,8 @@ class SampleRequest:
     """Hash of the prompt, and how many turns had this prompt before: input of the seed."""
     temperature: float | None
     """Replaces the run's temperature, for a turn that is not trained on."""
-    on_result: Callable[[Completion | BaseException], None]
+    on_result: Callable[[Completion | BaseException], object]
+    """Called on the engine's thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +74,17 @@ class Pending:
 def call_id(*parts: str | int) -> str:
     """Nine letters and digits, which Mistral's templates require. Equal in a repeated run."""
     return hashlib.blake2b(repr(parts).encode()).hexdigest()[:9]
+
+
+def settle(turn: asyncio.Future[Completion], result: Completion | BaseException) -> None:
+    """Set a turn's result or exception, unless it has one."""
+    if turn.done():
+        return
+    if isinstance(result, BaseException):
+        turn.set_exception(result)
+        turn.exception()  # marks it as retrieved, in case the client has disconnected
+    else:
+        turn.set_result(result)
 
 
 @dataclass(eq=False)
@@ -159,8 +171,15 @@ class Session:
         temperature = self._temperature_of(request)
         max_tokens = budget if request.max_tokens is None else min(budget, request.max_tokens)
         seed_key = prompt_hash, self._prompts[prompt_hash]
-        turn: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._submit(prompt, max_tokens, request.stop, seed_key, temperature, turn)
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[Completion] = loop.create_future()
+        self.ask(
+            SampleRequest(
+                token_ids=prompt.token_ids, max_tokens=max_tokens, stop=request.stop,
+                seed_key=seed_key, temperature=temperature,
+                on_result=lambda result: loop.call_soon_threadsafe(settle, turn, result),
+            )
+        )  # fmt: skip
         self._prompts[prompt_hash] += 1
         pending = Pending(request, prompt, seed_key, budget, turn, kind)
         self._pending.append(pending)
@@ -220,31 +239,6 @@ class Session:
             # begins like OpenAI's error, which clients match
             f"This model's maximum context length is reached: {why}.",
             TOO_LONG, "messages",
-        )  # fmt: skip
-
-    def _submit(
-        self, prompt: Prompt, max_tokens: int, stop: tuple[str, ...], seed_key: tuple[str, int],
-        temperature: float | None, turn: asyncio.Future[Completion],
-    ) -> None:  # fmt: skip
-        loop = asyncio.get_running_loop()
-
-        def settle(result: Completion | BaseException) -> None:
-            if turn.done():
-                return
-            if isinstance(result, BaseException):
-                turn.set_exception(result)
-                turn.exception()  # marks it as retrieved, in case the client has disconnected
-            else:
-                turn.set_result(result)
-
-        def on_result(result: Completion | BaseException) -> None:
-            loop.call_soon_threadsafe(settle, result)
-
-        self.ask(
-            SampleRequest(
-                token_ids=prompt.token_ids, max_tokens=max_tokens, stop=stop, seed_key=seed_key,
-                temperature=temperature, on_result=on_result,
-            )
         )  # fmt: skip
 
     # --- answers
@@ -338,7 +332,5 @@ class Session:
         self._over = True
         for pending in self._pending:
             self.stats["undelivered"] += 1
-            if not pending.turn.done():
-                pending.turn.set_exception(InfrastructureError("the rollout is over"))
-                pending.turn.exception()
+            settle(pending.turn, InfrastructureError("the rollout is over"))
         self._pending.clear()

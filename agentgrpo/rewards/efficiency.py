@@ -18,7 +18,7 @@ document in a search result does not make a rollout long.
 
 from __future__ import annotations
 
-from math import exp
+from math import tanh
 from statistics import fmean, pstdev
 
 from agentgrpo.types import Group, Rollout, Status
@@ -53,8 +53,9 @@ def add_efficiency(group: Group, *, sigma_tool: float = 0.2, sigma_length: float
                 f"got {sorted(rollout.rewards)}"
             )
         z = (rollout.num_sampled - mean_length) / deviation if deviation else 0.0
-        factor = _factor(sigma_tool * (rollout.num_calls - mean_calls))
-        factor *= _factor(sigma_length * z)
+        # 2 / (1 + exp(x)) without overflow
+        factor = 1.0 - tanh(sigma_tool * (rollout.num_calls - mean_calls) / 2)
+        factor *= 1.0 - tanh(sigma_length * z / 2)
         earned = rollout.rewards["answer"] + rollout.rewards.get("partial", 0.0)
         rollout.rewards["answer_efficiency"] = earned * (factor - 1.0)
         rollout.rewards["format"] = rollout.weighted("format", 1.0, well_formed(rollout) - 1.0)
@@ -63,11 +64,3 @@ def add_efficiency(group: Group, *, sigma_tool: float = 0.2, sigma_length: float
 def decay(step: int, steps: int) -> float:
     """Return the sigmas' multiplier: 1 in the first step (0) of a stage, 0 in the last step."""
     return max(0.0, (steps - 1 - step) / (steps - 1)) if steps > 1 else 1.0
-
-
-def _factor(excess: float) -> float:
-    """Compute 2 / (1 + exp(excess)) without overflow."""
-    if excess > 0:
-        small = exp(-excess)
-        return 2.0 * small / (1.0 + small)
-    return 2.0 / (1.0 + exp(excess))

@@ -47,28 +47,24 @@ LIMIT_EXCEEDED = Comparison(expected_parsed=True, answer_parsed=False, equal=Fal
 """The result of a comparison that was killed."""
 
 
-def compare(expected: str, answer: str) -> Comparison:
-    r"""Compare two texts. Formulas stand between dollars or in `\boxed{}`, as in math-verify."""
-    with _LOCK:
-        return _PROCESS.compare(expected, answer)
-
-
 class ComparisonProcess:
     """A child process, started at first use and again after it was killed."""
 
     def __init__(self, cpu_seconds: int = CPU_SECONDS) -> None:
-        self._cpu_seconds = cpu_seconds
+        self._cpu_seconds, self._lock = cpu_seconds, threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def compare(self, expected: str, answer: str) -> Comparison:
-        try:
-            return self._compare(expected, answer)
-        except BaseException:
-            # After Ctrl-C the child may still write its result, which the next call would read.
-            if self._process is not None:
-                self._process.kill()
-                self.stop()
-            raise
+        r"""Compare two texts. Formulas are between dollars or in `\boxed{}`, as in math-verify."""
+        with self._lock:
+            try:
+                return self._compare(expected, answer)
+            except BaseException:
+                # After Ctrl-C the child may still write its result, which the next call would read.
+                if self._process is not None:
+                    self._process.kill()
+                    self.stop()
+                raise
 
     def _compare(self, expected: str, answer: str) -> Comparison:
         process = self._process or self._start()
@@ -111,8 +107,9 @@ class ComparisonProcess:
         return process
 
 
-_PROCESS, _LOCK = ComparisonProcess(), threading.Lock()
+_PROCESS = ComparisonProcess()
 atexit.register(_PROCESS.stop)
+compare = _PROCESS.compare
 
 
 def _serve(cpu_seconds: int) -> None:
