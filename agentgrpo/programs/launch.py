@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import errno
 import inspect
 import json
@@ -176,7 +175,7 @@ class AsyncFunction:
     def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._function = function
 
-    def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
+    def start(self, task: Task, session: Session, endpoint: Endpoint, episode: Any) -> Running:
         """Call it: function(task, base_url=..., api_key=..., model=...)."""
         return _ProgramTask(self._await_function(task, session, endpoint))
 
@@ -222,7 +221,7 @@ class Process:
     def __init__(self, command: Sequence[str], files: Sequence[Path]) -> None:
         self._command, self._files = command, files
 
-    def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
+    def start(self, task: Task, session: Session, endpoint: Endpoint, episode: Any) -> Running:
         return _Thread(lambda run: self._run(run, task, session, endpoint))
 
     def _run(self, run: _Thread, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
@@ -310,8 +309,8 @@ class Sandboxed:
         self._code = f"{Path(in_session.__file__).read_text()}\n\nmain({arguments})\n"
         """Code of the step that runs the command. The step's value is the exit code."""
 
-    def start(self, task: Task, session: Session, endpoint: Endpoint) -> Running:
-        return _Thread(lambda run: self._run(run, task, session, endpoint))
+    def start(self, task: Task, session: Session, endpoint: Endpoint, episode: Any) -> Running:
+        return _Thread(lambda run: self._run(run, task, session, endpoint, episode))
 
     def _prepare_session(
         self, jail: Any, task: Task, session: Session, endpoint: Endpoint, stack: ExitStack
@@ -324,7 +323,9 @@ class Sandboxed:
                 files.write(self.folder + name, data)
             files.write(self.folder + TASK_FILE, json.dumps(task_json(task), ensure_ascii=False))
 
-    def _run(self, run: _Thread, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
+    def _run(
+        self, run: _Thread, task: Task, session: Session, endpoint: Endpoint, episode: Any
+    ) -> Outcome:
         with ExitStack() as stack:
             with self._starts:
                 jail = stack.enter_context(self._pool.acquire())
@@ -358,7 +359,6 @@ class Hosted(Sandboxed):
     """
 
     folder = f"{IMAGE_FOLDER}/"
-    _begin: Any = None
 
     def __init__(
         self, pool: SandboxPool, command: Sequence[str], files: Sequence[Path], timeout_s: float
@@ -372,15 +372,12 @@ class Hosted(Sandboxed):
             for word, path in zip(command_words, paths, strict=True)
         ]
 
-    def for_episode(self, episode: Any) -> Hosted:
-        launcher = copy.copy(self)
-        launcher._begin = episode.begin
-        return launcher
-
-    def _run(self, run: _Thread, task: Task, session: Session, endpoint: Endpoint) -> Outcome:
+    def _run(
+        self, run: _Thread, task: Task, session: Session, endpoint: Endpoint, episode: Any
+    ) -> Outcome:
         with ExitStack() as stack:
             with self._starts:
-                jail = self._begin()
+                jail = episode.begin()
                 self._prepare_session(jail, task, session, endpoint, stack)
             env = {
                 **NO_TELEMETRY,

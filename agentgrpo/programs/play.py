@@ -170,9 +170,8 @@ class _Player:
             if self.config.max_seconds:
                 limits.append(self.config.max_seconds)
             if isinstance(launcher, Hosted):
-                launcher = launcher.for_episode(episode)
                 limits.append(episode.timeout_s)
-            running = launcher.start(task, session, self.endpoint)
+            running = launcher.start(task, session, self.endpoint, episode)
         except BaseException as error:
             self.endpoint.end(session)
             if episode is not NOTHING:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from agentgrpo.actions import Action, Observation, Say, Schema
-from agentgrpo.config.section import Positive
 from agentgrpo.envs.base import Episode
 from agentgrpo.envs.tools import Tool, calls_of, require_same
 from agentgrpo.support.optional_deps import import_optional
@@ -50,7 +51,7 @@ class GymnasiumEnv:
         actions: Sequence[str] | None = None,
         rules: str = "",
         act_by: Literal["tool", "reply"] = "tool",
-        num_tasks: Positive = 64,
+        num_tasks: Annotated[int, Field(ge=1)] = 64,
         seed: int = 0,
     ) -> None:
         if abs(seed - HELDOUT_SEED) < num_tasks:
