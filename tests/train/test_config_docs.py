@@ -10,6 +10,7 @@ import pytest
 
 from agentgrpo.config import TrainConfig
 from agentgrpo.config.read import load_config
+from agentgrpo.config.section import is_section, walk
 from agentgrpo.train.config_docs import Setting, as_markdown, as_toml, settings, toml
 
 ROOT = Path(__file__).parents[2]
@@ -23,18 +24,8 @@ def test_every_key_has_a_description_and_a_type(setting: Setting) -> None:
 
 
 def test_settings_lists_every_key_of_the_config() -> None:
-    def keys(table: dict[str, Any], prefix: str = "") -> set[str]:
-        return {
-            name
-            for key, value in table.items()
-            for name in (
-                keys(value, f"{prefix}{key}.")
-                if isinstance(value, dict) and f"{prefix}{key}" not in NAMES
-                else [prefix + key]
-            )
-        }
-
-    assert set(NAMES) == keys(TrainConfig(model="m", out_dir=Path("o")).model_dump())
+    keys = {key for key, field in walk(TrainConfig) if not is_section(field.annotation)}
+    assert set(NAMES) == keys
 
 
 def test_docs_config_md_is_up_to_date() -> None:
