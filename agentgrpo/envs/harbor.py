@@ -10,7 +10,7 @@ import re
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -64,26 +64,18 @@ def changes_to_keep(image: Image, keep: Sequence[str]) -> Keep:
 
     def decide(path: str, is_directory: bool) -> Kept:
         parts = path.split("/")
-        matches = [
-            fnmatchcase("/".join(parts[: pattern.count("/") + 1]), pattern)
-            and len(parts) > pattern.count("/")
-            for pattern in ignored_patterns
-        ]
-        if any(matches):
-            return Kept.NO
-        above = [
-            not path or fnmatchcase(path, "/".join(pattern.split("/")[: len(parts)]))
-            for pattern in (*ignored_patterns, *kept_paths)
-            if not path or pattern.count("/") >= len(parts)
-        ]
-        if any(above):
-            return Kept.PARTLY if is_directory else Kept.NO
+        for pattern in ignored_patterns:
+            if fnmatchcase("/".join(parts[: pattern.count("/") + 1]), pattern):
+                return Kept.NO
+        for pattern in (*ignored_patterns, *kept_paths):
+            above = pattern.split("/")[:-1][: len(parts)]
+            if not path or (len(above) == len(parts) and fnmatchcase(path, "/".join(above))):
+                return Kept.PARTLY if is_directory else Kept.NO
         if kept_paths:
-            inside = any(
-                path == kept_path or path.startswith(f"{kept_path}/") for kept_path in kept_paths
-            )
-            return Kept.ALL if inside else Kept.NO
-        return Kept.ALL if is_directory or len(parts) > 1 else Kept.NO
+            is_kept = any(f"{path}/".startswith(f"{kept_path}/") for kept_path in kept_paths)
+        else:
+            is_kept = is_directory or len(parts) > 1
+        return Kept.ALL if is_kept else Kept.NO
 
     return decide
 
@@ -140,17 +132,17 @@ class HarborEnv(PythonEnv):
 
     def begin(self, task: Task) -> Task:
         """Check a row before a model is loaded: its folder, its image, and a session's start."""
-        self._check_session(*self.folder(task))
+        harbor, image, _ = self.folder(task)
+        self._check_session(harbor, image)
         return task
 
     def require_python(self) -> None:
         """Check that all images have a python3, also those of tasks already checked."""
         self._needs_python = True
-        for parts in self._tasks.values():
-            self._check_session(*parts)
+        for harbor, image, _ in self._tasks.values():
+            self._check_session(harbor, image)
 
-    def _check_session(self, harbor: HarborTask, image: Image, judge: Image) -> None:
-        del judge
+    def _check_session(self, harbor: HarborTask, image: Image) -> None:
         pool = self.sessions(harbor.limits, image)
         if self._needs_python:
             try:
@@ -223,11 +215,11 @@ class HarborSandboxEpisode(SandboxEpisode):
         with as_infra_error():
             return self._begin()
 
-    def _time_limit_observation(self) -> Observation | None:
-        is_over = time.monotonic() > self._ends_at
-        return (
-            Observation("the time of the task is over", failed=True, done=True) if is_over else None
-        )
+    def step(self, action: Action) -> Observation:
+        if time.monotonic() > self._ends_at:
+            return Observation("the time of the task is over", failed=True, done=True)
+        observation: Observation = super().step(action)  # type: ignore[safe-super]
+        return observation
 
     def _begin(self) -> Session:
         self._pool = self._env.sessions(self.task.limits, self.image)
@@ -249,39 +241,32 @@ class HarborSandboxEpisode(SandboxEpisode):
         """Score in the agent's or a fresh session. 0 if the agent has made that impossible."""
         if self._env.verifier == "same":
             return self._run_tests(self._session or self._begin())
-        pool, session = self._env.sessions(self.task.limits, self.image), self._session
-        if session is None:
+        pool = self._env.sessions(self.task.limits, self.image)
+        if self._session is None:
             with pool.acquire(self.judge, VERDICT_WAIT_S) as judge:
                 return self._run_tests(judge)
+        keep = changes_to_keep(self.image, self._env.keep)
         try:
-            changes = session.snapshot(
-                keep=changes_to_keep(self.image, self._env.keep), since=self.image
-            )
+            changes = self._session.snapshot(keep=keep, since=self.image)
         except SandboxInfraError:
             raise
         except SandboxException as error:
             self.feedback = str(error)
             return 0.0
         self.close()  # frees a place in the pool for the verdict
-        try:
-            with self._fresh_session(pool, changes) as judge:
-                return 0.0 if judge is None else self._run_tests(judge)
-        finally:
-            pool.discard(changes)
-
-    @contextlib.contextmanager
-    def _fresh_session(self, pool: SandboxPool, changes: Image) -> Iterator[Session | None]:
-        """A session with the agent's changes, or None if they prevent its start."""
         image = self.judge._replace(layers=(*self.judge.layers, changes.layers[-1]))
         try:
-            session = pool.acquire(image, VERDICT_WAIT_S)
-        except SandboxInfraError:
-            pool.acquire(self.judge, VERDICT_WAIT_S).close()  # raises if the machine is the cause
-            self.feedback = "no session starts with the changed files"
-            yield None
-            return
-        with session:
-            yield session
+            try:
+                judge = pool.acquire(image, VERDICT_WAIT_S)
+            except SandboxInfraError:
+                # raises if the machine is the cause
+                pool.acquire(self.judge, VERDICT_WAIT_S).close()
+                self.feedback = "no session starts with the changed files"
+                return 0.0
+            with judge:
+                return self._run_tests(judge)
+        finally:
+            pool.discard(changes)
 
     def _run_tests(self, session: Session) -> float:
         """Copy the tests into a session, run them, end the session, read the reward."""
@@ -352,9 +337,6 @@ class HarborEpisode(HarborSandboxEpisode, ShellEpisode):
         """Run a bash command in the working directory."""
         return self._shell(f"({command}\n) 2>&1")
 
-    def step(self, action: Action) -> Observation:
-        return self._time_limit_observation() or super().step(action)
-
     def _interpreter(self, session: Session, language: str) -> Session:
         if language != "bash":
             raise SandboxException(f"expected bash, got {language}")
@@ -367,9 +349,6 @@ class HarborConsole(HarborSandboxEpisode, ConsoleEpisode):
     def __init__(self, env: HarborEnv, task: Task) -> None:
         super().__init__(cast(Any, env))
         self._load_task(task)
-
-    def step(self, action: Action) -> Observation:
-        return self._time_limit_observation() or super().step(action)
 
     def _interpreter(self, session: Session) -> Session:
         return start_context(session, "python", Template(), directory=self.directory)
