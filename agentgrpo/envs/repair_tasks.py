@@ -136,7 +136,7 @@ def prove_some(
     if len(rows) >= count:
         return rows[:count], []
     tried = len(rows) + reasons.total()
-    breaks = f"of {'the first' if tried == most else 'all'} {tried} breaks" if tried else none
+    breaks = f"breaks tried: {tried}{' of more' if tried == most else ''}" if tried else none
     details = (f"{number} {reason}" for reason, number in reasons.most_common())
     return rows, [f"{name}: made {len(rows)} of {count} tasks; {', '.join([breaks, *details])}"]
 

@@ -361,9 +361,9 @@ def test_slow_copies_do_not_cost_the_others(project: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("count", "breaks", "made", "message"),
     [
-        (2, 10**6, 1, "of the first 56 breaks, 37 fail no test, 18 skip tests"),
-        (2, 12, 1, "of all 12 breaks, 8 fail no test, 3 skip tests"),
-        (1, 3, 0, "of all 3 breaks, 2 fail no test, 1 skip tests"),
+        (2, 10**6, 1, "breaks tried: 56 of more, 37 fail no test, 18 skip tests"),
+        (2, 12, 1, "breaks tried: 12, 8 fail no test, 3 skip tests"),
+        (1, 3, 0, "breaks tried: 3, 2 fail no test, 1 skip tests"),
         (1, 0, 0, "no line"),
         (1, 12, 1, ""),
     ],
