@@ -85,11 +85,11 @@ class NoTask(Exception):
 
 def make(
     sources: Sequence[str], *, count: int, kinds: Sequence[str] = KINDS, show: str = "test",
-    seed: int = 0,
+    seed: int = 0, min_files: int = 1,
 ) -> list[Row]:  # fmt: skip
     """Make up to `count` tasks of each kind from each package, on all processors.
 
-    Raises ValueError if a source is not a package, or its tests do not run.
+    Raises ValueError if a source is not a package, or its tests run fewer than `min_files` modules.
     """
     rows: list[Row] = []
     for source in (str(Path(s).resolve()) if Path(s).is_dir() else s for s in sources):
@@ -98,6 +98,11 @@ def make(
             path = tree.folder / f"{CODE_DIGEST}-baseline.json"
             with CONSOLE.status(f"{tree.name}: running its tests three times"):
                 coverage = cached(path, partial(baseline, tree, pool))
+            files = {file for lines in coverage.values() for file in lines} & {*tree.sources()}
+            if len(files) < min_files:
+                raise ValueError(
+                    f"--repair {source}: its tests run only {', '.join(files)}. {SECOND}"
+                )
             for kind in kinds:
                 possible, none = breaks(tree, kind, coverage, seed, source)
                 prove_break = partial(prove, tree, pool, kind, show)
@@ -419,7 +424,8 @@ def hold_out(rows: Sequence[Row], seed: int = 0) -> tuple[list[Row], list[Row]]:
 
 def write_rows(sources: Sequence[str], config: Path, count: int, show: str) -> list[str]:
     """Make tasks and write them next to a future config. Returns the training file and settings."""
-    if len({*sources}) == 1:
+    is_single = len({*sources}) == 1
+    if is_single:
         tree = prepare(sources[0])
         files = [path for path in tree.sources() if any(mutants_of(path, tree.read(path)))]
         if len(files) < 2:
@@ -427,10 +433,11 @@ def write_rows(sources: Sequence[str], config: Path, count: int, show: str) -> l
                 f"--repair {sources[0]}: expected two modules that can be broken, got one. {SECOND}"
             )
     kinds = KINDS[:1] if show == "line" else KINDS
-    parts = hold_out(make(sources, count=count, kinds=kinds, show=show))
+    rows = make(sources, count=count, kinds=kinds, show=show, min_files=1 + is_single)
+    parts = hold_out(rows)
     paths = [config.resolve().with_suffix(f".{name}.jsonl") for name in ("train", "heldout")]
-    for path, rows in zip(paths, parts, strict=True):
-        write_lines(path, rows)
+    for path, part in zip(paths, parts, strict=True):
+        write_lines(path, part)
     answer, agent = "tree", [f"system_prompt={REPAIR}", "language=bash"]
     if show == "line":
         shots = ", ".join(SHOT.format(*pair) for pair in SHOTS)

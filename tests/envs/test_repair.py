@@ -499,6 +499,18 @@ def test_package_with_one_module_is_rejected_at_once(
         repair_tasks.write_rows([str(project)], tmp_path / "repair.toml", 1, "test")
 
 
+def test_package_whose_tests_run_one_module_is_rejected_before_tasks_are_made(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tabulate, nine tasks were made first."""
+    shutil.copytree(project / "shop", tmp_path / "shop")
+    (tmp_path / "shop" / "version.py").write_text("NUMBER = 1 + 1\n")
+    monkeypatch.setattr(repair_tasks, "prove_some", None)
+    message = r"its tests run only shop/prices.py\. .* give a second --repair"
+    with pytest.raises(ValueError, match=message):
+        repair_tasks.write_rows([str(tmp_path)], tmp_path / "repair.toml", 1, "test")
+
+
 FAILS = "def test_a(): assert 0\n"
 PASSES = "def test_b(): assert 1\n"
 SOME_FAIL = "import pytest\ndef test_c(): assert 0\ndef test_d(): pytest.skip()\n"
