@@ -229,7 +229,6 @@ class Objective:
         self.check()
 
     def check(self) -> None:
-        """Raise ValueError for an invalid option."""
         loss = self.row
         _one_of("normaliser", loss.normaliser, tuple(NORMALISERS))
         _one_of("importance_sampling_level", self.importance_sampling_level, LEVELS)

@@ -8,7 +8,6 @@ is written to disk or read.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -394,20 +393,15 @@ class Engine:
             raise RuntimeError(
                 f"{len(self._in_flight)} requests in flight: a probe would lose them"
             )
-        started = time.monotonic_ns()
         for index, prompt in enumerate(prompts):
-            self.add_request(
-                f"probe.{started}.{index}", prompt, max_tokens=num_tokens, temperature=0.0
-            )
+            self.add_request(f"probe.{index}", prompt, max_tokens=num_tokens, temperature=0.0)
         completions: list[Completion] = []
         try:
             while self._in_flight:
                 completions += self.step()
         finally:
             self.abort_all()
-        return sorted(
-            completions, key=lambda completion: int(completion.request_id.rsplit(".", 1)[1])
-        )
+        return sorted(completions, key=lambda c: int(c.request_id.removeprefix("probe.")))
 
     def shutdown(self) -> None:
         """Free vLLM's resources; this engine cannot be used afterwards, others can."""

@@ -53,9 +53,12 @@ def start(
     model: str | Path, config: EngineConfig, *, device: str, dtype: str, seed: int, lora_rank: int
 ) -> LLM:
     """Start vLLM in this process; the arguments are Engine's."""
-    settings = _settings(config, device, dtype) | _lora_settings(lora_rank)
-    if device == "cpu" and lora_rank:
-        _zero_missing_adapters()
+    settings = _settings(config, device, dtype)
+    if lora_rank:
+        room = room_for_adapters(lora_rank)
+        settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        if device == "cpu":
+            _zero_missing_adapters()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     # vLLM runs the garbage collector four times as it starts, 0.4 s each for the million objects
     # of the imports; frozen objects are skipped. They must be unfrozen at exit, or Triton's
@@ -149,12 +152,6 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
         sizes.add(size)
         size += max(8, 1 << size.bit_length() - 4)
     return sorted(size for size in sizes if size <= largest)
-
-
-def _lora_settings(rank: int) -> dict[str, Any]:
-    if not rank:
-        return {}
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_adapters(rank)}
 
 
 @functools.cache

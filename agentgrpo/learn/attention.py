@@ -28,8 +28,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from agentgrpo.kernels.checks import once_differentiable, upload
-from agentgrpo.kernels.delta_pack import Tokens
 from agentgrpo.learn import flex
+from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.packing import flex_blocks
 from agentgrpo.types import Int32
 
@@ -85,23 +85,12 @@ class _Block(NamedTuple):
 
 
 class Tree:
-    """A batch's tree, for the attention layers of one forward pass (see PackedBatch).
+    """A batch's tree, for the attention layers of one forward pass (see PackedBatch)."""
 
-    `positions_T`: depth of each token. `device_tokens`: the batch's tokens in the device's memory;
-    None: upload tout_T and positions_T when needed.
-    """
-
-    def __init__(
-        self,
-        tout_T: Int32,
-        positions_T: Int32,
-        device: torch.device | str,
-        *,
-        device_tokens: Tokens | None = None,
-    ) -> None:
-        self.tout_T, self.positions_T, self.device = tout_T, positions_T, torch.device(device)
-        self._device_tokens = device_tokens
-        self.runs = runs_of(tout_T)
+    def __init__(self, batch: PackedBatch, device: torch.device | str) -> None:
+        self._batch, self.device = batch, torch.device(device)
+        self.tout_T, self.positions_T = batch.tout_T, batch.positions_T
+        self.runs = runs_of(self.tout_T)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
 
@@ -172,18 +161,13 @@ class Tree:
         return upload(torch.from_numpy(array.copy()), self.device)
 
     def _mask_mod(self, window: int | None) -> Callable[..., Tensor]:
-        tout = self._device_tokens.tout_T if self._device_tokens else self._upload(self.tout_T)
+        _, position, tout = self._batch.tokens(self.device)
 
         def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < tout[key])
 
         if window is None:
             return is_visible
-        position = (
-            self._device_tokens.positions_T
-            if self._device_tokens
-            else self._upload(self.positions_T)
-        )
         # a tensor, because Dynamo compiles a kernel for each number
         threshold = position - window
 

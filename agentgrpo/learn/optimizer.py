@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from agentgrpo.support import parallel
 
@@ -160,7 +160,6 @@ class MasterAdamW:
                 tensor.data = host.copy_(tensor.detach(), non_blocking=True)
 
     def _local_state(self, index: int) -> Mapping[str, Tensor]:
-        """This rank's part of a parameter's state, by name."""
         master = self._masters[index]
         state = {} if master is self._parameters[index] else {"master": master}
         moments = self._adamw.state.get(master, {}) if self._adamw is not None else {}
@@ -174,7 +173,7 @@ class MasterAdamW:
         On several ranks all must call it; the first one gets the tensors, the others None.
         """
         return {
-            "adamw": tree_map(_on_first_host, self._adamw.state_dict()),
+            "adamw": tree_map_only(Tensor, parallel.on_first_host, self._adamw.state_dict()),
             # not recomputed from the rounded parameters: a resumed run must get the same bits
             "masters": [parallel.on_first_host(self._masters[i]) for i, _ in self._low_precision()],
         }
@@ -233,7 +232,3 @@ def _clip(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
     for gradient in gradients:
         gradient.mul_(factor)
     return norm
-
-
-def _on_first_host(value: Any) -> Any:
-    return parallel.on_first_host(value) if isinstance(value, Tensor) else value

@@ -147,7 +147,7 @@ class Scorer(nn.Module):
         tokens = batch.tokens(self.device)
         if self.unpacked_reason is not None:
             return self._hidden_by_row(tokens.input_ids_T, batch.tout_T)
-        tree = Tree(batch.tout_T, batch.positions_T, self.device, device_tokens=tokens)
+        tree = Tree(batch, self.device)
         masks = {kind: tree if kind in recurrent.LAYER_TYPES else None for kind in self._kinds}
         decoded: Tensor = self._decoded(
             input_ids=tokens.input_ids_T[None],

@@ -20,7 +20,13 @@ from agentgrpo.learn.batch import Deltas, PackedBatch
 from agentgrpo.learn.optimizer import MasterAdamW
 from agentgrpo.learn.policy import MIN_LENGTH_RATIO, Policy
 from agentgrpo.support import parallel
-from agentgrpo.support.memory import OutOfMemory, memory, out_of_memory, release
+from agentgrpo.support.memory import (
+    OutOfMemory,
+    explain_out_of_memory,
+    memory,
+    out_of_memory,
+    release,
+)
 from agentgrpo.types import Int32, Metrics, Segment
 
 if TYPE_CHECKING:  # it imports vLLM
@@ -33,10 +39,6 @@ REDUCE_MEMORY_HINT = (
     "need less"
 )
 Places = Sequence[tuple[int, ...]]
-
-
-class DoesNotFit(ValueError):
-    """The config needs more memory than there is; the message has a size that fits."""
 
 
 class DryLearner(Protocol):
@@ -54,22 +56,17 @@ def preflight(engine: Engine, learner: DryLearner, *, max_tokens: int) -> Metric
     anything.
 
     The engine must be awake without requests in flight, and is left asleep, as between steps.
-    Returns seconds and memory in GiB. DoesNotFit: memory ran out.
+    Returns seconds and memory in GiB. OutOfMemory: it does not fit; the message has a size that
+    does.
     """
     started = time.perf_counter()
     engine.sleep()
     require_fit(learner, max_tokens)
     release()
-    try:
+    remedy = "a lower engine.kv_cache_gib or learner.max_tokens"
+    with explain_out_of_memory("waking the engine and publishing the weights", lambda: remedy):
         engine.wake()
         learner.publish()
-    except (RuntimeError, MemoryError, OutOfMemory) as error:
-        if not out_of_memory(error):
-            raise
-        raise DoesNotFit(
-            "engine.kv_cache_gib does not fit in memory with the learner's tensors: lower it, or "
-            f"learner.max_tokens ({error})"
-        ) from error
     engine.sleep()
     return {"seconds": time.perf_counter() - started, **memory(learner.device)}
 
@@ -80,7 +77,7 @@ def require_fit(learner: DryLearner, max_tokens: int) -> None:
         return
     if parallel.world_size() == 1 and learner.checkpoint_if_auto() and _fits(learner, max_tokens):
         return
-    raise DoesNotFit(
+    raise OutOfMemory(
         f"learner.max_tokens {max_tokens} does not fit in memory: "
         f"{largest_that_fits(learner, max_tokens)}"
     )

@@ -49,7 +49,6 @@ class TeacherScores(NamedTuple):
         return self.logp_N.isfinite()[:, None]
 
     def combined_advantage(self, group_N: Tensor, old_N: Tensor) -> Tensor:
-        """Combine the teacher's advantage with the group advantage group_N [N]."""
         limit, weight = self.config.clip, 0.0 if self.config.topk else self.config.weight
         teacher_N = (self.logp_N.to(old_N) - old_N).nan_to_num(0.0).clamp(-limit, limit)
         return weight * teacher_N + (1 - self.config.weight) * group_N

@@ -37,13 +37,7 @@ def turn_entropy(entropies: Float32, config: BranchConfig, vocab_size: int) -> f
 
 
 def branch_probability(delta: float, config: BranchConfig, consecutive: int = 0) -> float:
-    """Probability of branching for delta = H - H0, both divided by ln(vocabulary).
-
-    >>> branch_probability(0.5, BranchConfig(probability=0.5, entropy_weight=0.2))
-    0.6
-    >>> branch_probability(-9.0, BranchConfig(probability=0.5, entropy_weight=0.2))
-    0.0
-    """
+    """Probability of branching for delta = H - H0, both divided by ln(vocabulary)."""
     p = min(1.0, max(0.0, config.probability + config.entropy_weight * delta))
     return p * (1.0 - config.consecutive_penalty) ** consecutive
 
@@ -53,9 +47,6 @@ def aepo_initial(group_size: int, root: float, after_tools: float, beta: float) 
 
     Uncertain first turns call for more starts, uncertain turns after tools for more branches (AEPO,
     arXiv:2510.14545).
-
-    >>> aepo_initial(16, 0.5, 0.5, 2.0)
-    8
     """
     return round(group_size / (1.0 + math.exp(-beta * (root - after_tools))))
 
@@ -71,7 +62,6 @@ class Step:
 
     @classmethod
     def of(cls, action: Action, observation: Observation) -> Step:
-        """Make a step from an action and its observation."""
         return cls(action, digest(observation), observation.memory)
 
 
@@ -105,7 +95,6 @@ class Copies:
         return copy
 
     def end(self, task: int) -> None:
-        """Close all copies of a group that has ended."""
         with self._lock:
             self._ended.add(task)
             copies = self._copies.pop(task, [])
@@ -140,7 +129,6 @@ class GroupPlan:
         return first
 
     def may_branch(self, index: int) -> bool:
-        """Whether the rollout may hand out an index."""
         return self._shares.get(index, 0) > 0
 
     def fork(self, index: int, copies: int = 1) -> list[int]:

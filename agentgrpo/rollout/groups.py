@@ -39,7 +39,6 @@ class Groups:
         return [task * self._size + member for member in members]
 
     def task(self, index: int) -> Task:
-        """The task of a rollout."""
         return self._tasks[index // self._size]
 
     def name(self, index: int) -> tuple[str, int]:
@@ -58,12 +57,10 @@ class Groups:
         return user_call(function, task=task, rollout=rollout, limit_s=limit)
 
     def reset(self, index: int) -> AnyEpisode:
-        """Start an episode for a rollout."""
         with network_errors_as_infra(self._env.reset), self.users(index, self._env.reset):
             return checked_episode(self._env.reset(self.task(index)))
 
     def decode(self, engine: Decoder) -> list[Completion]:
-        """Run one step of the engine; returns the finished turns."""
         started = time.perf_counter()
         completions = engine.step()
         self.stats.decode_s += time.perf_counter() - started
@@ -71,7 +68,6 @@ class Groups:
         return completions
 
     def is_last(self, index: int) -> bool:
-        """Whether all other rollouts of the group have finished."""
         others = {*self.indices(index // self._size)} - {index}
         return self.played.keys() >= others
 

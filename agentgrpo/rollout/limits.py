@@ -36,11 +36,7 @@ def treatment_of(status: Status, config: RolloutConfig) -> Treatment:
 
 
 def called_tools(action: Action) -> tuple[str, ...]:
-    """Names of the tools that an action calls; code counts under the name of its language.
-
-    >>> called_tools(RunCode("1"))
-    ('python',)
-    """
+    """Names of the tools that an action calls; code counts under the name of its language."""
     if isinstance(action, RunCode):
         return (action.language,)
     if isinstance(action, CallTools):

@@ -164,7 +164,6 @@ class Play:
         return self._groups.complete()
 
     def _stop(self) -> None:
-        """Abort all requests and close all environments."""
         self.stats.idle_s = self._waiting.idle_s
         running = self._waiting.cancel()
         try:
@@ -340,7 +339,6 @@ class Play:
         self._use_turn(index, turn)
 
     def _use_turn(self, index: int, turn: Completion) -> None:
-        """Append a turn and carry out its action."""
         live = self._live[index]
         live.transcript.sample(turn.token_ids, turn.logprobs)
         live.rollout.turns.append(replace(turn.account, row=len(live.rollout.closed_rows)))
@@ -511,7 +509,6 @@ class Play:
             self._observe(index, action, observation)
 
     def _observe(self, index: int, action: Action, observation: Observation) -> None:
-        """Append an observation and request the next turn."""
         started = time.perf_counter()
         with self._groups.users(index, self._agent.observe):
             status = append_observation(

@@ -96,7 +96,6 @@ class RunningRollout:
         )  # fmt: skip
 
     def add_time(self, name: str) -> None:
-        """Add the time since the last call to a timing."""
         now, timings = time.perf_counter(), self.rollout.timings
         timings[name] = timings.get(name, 0.0) + now - self.since
         self.since = now

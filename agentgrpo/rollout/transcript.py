@@ -40,14 +40,6 @@ def classify(ids: Int32, prompt: Int32, turn_start: int, fork_from: int) -> tupl
     """Compare a re-rendered prompt with the current ids. Returns the number of shared tokens too.
 
     `turn_start`: position in ids where the last sampled turn begins. `fork_from`: see FORK_FROM.
-
-    >>> ten = np.arange(1, 11, dtype=np.int32)
-    >>> classify(ten, np.array([*ten, 11], np.int32), 5, 1024)
-    (<Drift.CLEAN: 'clean'>, 10)
-    >>> classify(ten, np.array([1, 2, 3, 4, 5, 6, 7, 99, 100], np.int32), 5, 1024)
-    (<Drift.REALIGN: 'realign'>, 7)
-    >>> classify(ten, np.array([1, 2, 50, 4, 5, 6, 7, 8, 9, 10], np.int32), 5, 1024)
-    (<Drift.FORK: 'fork'>, 2)
     """
     length = min(len(ids), len(prompt))
     differs = np.flatnonzero(ids[:length] != prompt[:length])

@@ -249,7 +249,7 @@ def own_items(items: Sequence[T]) -> list[T]:
 
 
 def interleave(shares: Iterable[Sequence[T]]) -> list[T]:
-    """The inverse of mine(): the items of all ranks in their original order."""
+    """The inverse of own_items(): the items of all ranks in their original order."""
     rows = list(shares)
     longest = max(map(len, rows), default=0)
     return [row[i] for i in range(longest) for row in rows if i < len(row)]

@@ -335,9 +335,6 @@ def as_number(value: Any) -> float | None:
     """A finite number returned by user code, as a float; None: it is not one.
 
     Accepts Python's and numpy's numbers, and arrays and tensors without dimensions.
-
-    >>> as_number(2), as_number("2"), as_number(math.nan)
-    (2.0, None, None)
     """
     if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():
         return None

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from agentgrpo.learn.attention import Tree, tree_attention
-from agentgrpo.types import Int32
+from agentgrpo.learn.batch import Deltas, PackedBatch
+from agentgrpo.types import Segment
 from bench.harness import append_row
 
 NAME = "gpu_probe"
@@ -61,25 +62,23 @@ CASES = (
 )
 
 
-def layout(shape: Shape, *, shared: bool) -> tuple[Int32, Int32]:
-    """(tout_T, positions_T) of the group, its prompt once or in each rollout."""
-    long, total = shape.prompt + shape.more, shape.prompt + shape.more * shape.rollouts
-    if not shared:
-        ends = np.arange(1, shape.rollouts + 1, dtype=np.int32) * long
-        return np.repeat(ends, long), np.tile(np.arange(long, dtype=np.int32), shape.rollouts)
-    ends = shape.prompt + np.arange(1, shape.rollouts + 1, dtype=np.int32) * shape.more
-    tout = np.append(np.full(shape.prompt, total, np.int32), np.repeat(ends, shape.more))
-    answer = np.arange(shape.prompt, long, dtype=np.int32)
-    depth = np.append(np.arange(shape.prompt, dtype=np.int32), np.tile(answer, shape.rollouts))
-    return tout.astype(np.int32), depth.astype(np.int32)
+def layout(shape: Shape, *, shared: bool) -> PackedBatch:
+    """The group, its prompt once or in each rollout."""
+    prompt = shape.prompt if shared else 0
+    length = shape.prompt + shape.more - prompt
+    starts = prompt + length * np.arange(shape.rollouts)
+    total = prompt + length * shape.rollouts
+    runs = [[0, 0, 0, total]] * shared + [[s, s, prompt, s + length] for s in starts.tolist()]
+    deltas = Deltas([Segment(np.zeros(total, np.int32))])
+    runs_4R = np.array(runs, np.int32).T.copy()
+    return PackedBatch(deltas, runs_4R, np.zeros((8, 0), np.int32), total, 0)
 
 
 def through(
     case: Case, shape: Shape, given: list[Tensor], device: str, dtype: torch.dtype
 ) -> list[Tensor]:
     """The output and the gradients of query, key and value, in float32 on the CPU."""
-    tout, positions = layout(shape, shared=case.shared)
-    tree = Tree(tout, positions, device)
+    tree = Tree(layout(shape, shared=case.shared), device)
     leaves = [x.to(device, dtype).requires_grad_() for x in given[:3]]
     query, key, value = leaves
     out, _ = tree_attention(
@@ -93,7 +92,7 @@ def through(
 def compare(case: Case, shape: Shape, device: str, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors, and the seconds that the card's side took, compiling included."""
     torch.manual_seed(0)
-    total = len(layout(shape, shared=case.shared)[0])
+    total = layout(shape, shared=case.shared).num_tokens
     query_heads, key_heads = case.heads or shape.heads
     sizes = [query_heads, key_heads, key_heads]
     given = [torch.randn(1, heads, total, shape.head_dim).bfloat16().float() for heads in sizes]

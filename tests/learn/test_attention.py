@@ -20,9 +20,9 @@ from agentgrpo.learn.batch import PackedBatch
 from agentgrpo.learn.forward_check import why_not_packed
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Scorer, checkpoint_layers, freeze_all_but
-from agentgrpo.types import Group, Rollout, Segment, Status, Task
+from agentgrpo.types import Group, Segment
+from tests.learn.given import group_of, rollout_of, sampled
 
-TASK = Task(id="t", messages=(), spec={})
 VOCAB = 61
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -180,20 +180,7 @@ def branching_groups() -> list[Group]:
         first = rollouts[0]
         rollouts.append([*first[:4], segment(rng, 6, sampled=True)])
         rollouts.append([*first[:6], segment(rng, 3, sampled=True)])
-        groups.append(
-            Group(
-                task=TASK,
-                rollouts=[
-                    Rollout(
-                        task=TASK,
-                        segments=s,
-                        status=Status.COMPLETED,
-                        advantage=float(rng.normal()),
-                    )
-                    for s in rollouts
-                ],
-            )
-        )
+        groups.append(group_of(*(rollout_of(*s, advantage=float(rng.normal())) for s in rollouts)))
     return groups
 
 
@@ -265,13 +252,9 @@ def lone_tokens() -> list[Group]:
     for length in range(1, 6):  # of the common tokens, then two of its own
         sampled = np.concatenate([ids[:length], np.array([3 + length, 20], np.int32)])
         logprobs = rng.normal(-2, 1, len(sampled)).astype(np.float32)
-        rollouts.append(
-            Rollout(
-                task=TASK, segments=[start, Segment(sampled, logprobs)], status=Status.COMPLETED,
-                advantage=float(rng.normal()),
-            )
-        )  # fmt: skip
-    return [Group(task=TASK, rollouts=rollouts)]
+        turn = Segment(sampled, logprobs)
+        rollouts.append(rollout_of(start, turn, advantage=float(rng.normal())))
+    return [group_of(*rollouts)]
 
 
 @pytest.mark.usefixtures("_float64")
@@ -348,19 +331,13 @@ def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
     scorer = Scorer(transformers.BloomForCausalLM(config).eval())
     rng = np.random.default_rng(0)
     rollouts = [
-        Rollout(
-            task=TASK, segments=[segment(rng, 1), segment(rng, length, sampled=True)],
-            status=Status.COMPLETED, advantage=1.0,
-        )
-        for length in lengths
-    ]  # fmt: skip
+        rollout_of(segment(rng, 1), segment(rng, length, sampled=True)) for length in lengths
+    ]
     sizes: list[int] = []
     scorer.model.transformer.register_forward_pre_hook(
         lambda _, args, given: sizes.append(given["input_ids"].numel()), with_kwargs=True
     )
-    (batch,) = pack_tree(
-        [Group(task=TASK, rollouts=rollouts)], max_tokens=9000, share_prefixes=False
-    )
+    (batch,) = pack_tree([group_of(*rollouts)], max_tokens=9000, share_prefixes=False)
     scorer(batch, 1.0)
     assert batch.num_tokens <= sum(sizes) <= 4 / 3 * batch.num_tokens
 
@@ -444,7 +421,7 @@ def dense(batch: PackedBatch, window: int | None = None) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 7, 1])
 def test_runs_and_masks_match_the_definition(window: int | None) -> None:
     (batch,) = pack_tree(branching_groups(), max_tokens=1000)
-    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    tree = Tree(batch, "cpu")
     visible = torch.zeros(len(batch.tout_T), len(batch.tout_T), dtype=torch.bool)
     for run in tree.runs:
         columns = [k for a, b in (*run.path, (run.start, run.end)) for k in range(a, b)]
@@ -458,15 +435,8 @@ def test_runs_and_masks_match_the_definition(window: int | None) -> None:
 def large_batch(lengths: tuple[int, ...] = (300, 90, 170), *, share: bool = True) -> PackedBatch:
     rng = np.random.default_rng(1)
     prompt = segment(rng, lengths[0])
-    rollouts = [
-        Rollout(
-            task=TASK, segments=[prompt, segment(rng, n, sampled=True)], status=Status.COMPLETED,
-            advantage=1.0,
-        )
-        for n in lengths[1:]
-    ]  # fmt: skip
-    groups = [Group(task=TASK, rollouts=rollouts)]
-    return pack_tree(groups, max_tokens=2000, share_prefixes=share)[0]
+    rollouts = [rollout_of(prompt, segment(rng, n, sampled=True)) for n in lengths[1:]]
+    return pack_tree([group_of(*rollouts)], max_tokens=2000, share_prefixes=share)[0]
 
 
 # What CUDA runs, as far as a CPU can: FlexAttention not compiled, the variable-length kernel
@@ -517,7 +487,7 @@ def test_kernel_without_gqa_gets_repeated_key_heads(
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_2_11)
     batch = large_batch(share=False)
-    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    tree = Tree(batch, "cpu")
     torch.manual_seed(0)
     query = torch.randn(1, 6, len(batch.tout_T), 16).bfloat16()
     key, value = torch.randn(2, 1, 2, len(batch.tout_T), 16).bfloat16()
@@ -562,7 +532,7 @@ def test_cuda_path_equals_the_cpu_path(
     monkeypatch.setattr(flex, "compiled_attend", noted_flex)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noted_varlen)
     batch = large_batch(share=share)
-    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    tree = Tree(batch, "cpu")
     assert tree.shared == share
     torch.manual_seed(0)
     total = len(batch.tout_T)
@@ -613,10 +583,8 @@ def test_logits_dtype_follows_weights_unless_float32(exact: bool) -> None:
 
 def test_unknown_token_id_is_refused() -> None:
     """Also for a token that is only a target, which is never embedded."""
-    end = Segment(np.array([VOCAB], np.int32), np.array([-1.0], np.float32))
-    segments = [segment(np.random.default_rng(0), 4), end]
-    played = Rollout(task=TASK, segments=segments, status=Status.COMPLETED, advantage=1.0)
-    (batch,) = pack_tree([Group(task=TASK, rollouts=[played])], max_tokens=9)
+    played = rollout_of(segment(np.random.default_rng(0), 4), sampled(VOCAB))
+    (batch,) = pack_tree([group_of(played)], max_tokens=9)
     with pytest.raises(ValueError, match=f"token id {VOCAB}: the model has {VOCAB}"):
         Scorer(make("qwen3").float())(batch, 1.0)
 
@@ -641,7 +609,7 @@ def test_backward_allocates_no_tensor_per_slice() -> None:
 def test_cpu_attention_is_independent_of_input_layout() -> None:
     """Mainly the last stride: slices of a fused projection, and a transposed tensor."""
     batch = large_batch(share=True)
-    tree = Tree(batch.tout_T, batch.positions_T, "cpu")
+    tree = Tree(batch, "cpu")
     total = len(batch.tout_T)
     torch.manual_seed(0)
     fused = torch.randn(1, total, 4, 16, 3).transpose(1, 2)

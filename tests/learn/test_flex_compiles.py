@@ -16,6 +16,7 @@ from agentgrpo.learn import flex
 from agentgrpo.learn.attention import Tree, _attend_cuda
 from agentgrpo.learn.batch import Deltas, PackedBatch
 from agentgrpo.learn.policy import freeze_all_but
+from agentgrpo.learn.preflight import one_row
 from agentgrpo.types import Segment
 from tests.learn.test_attention import make
 from tests.learn.test_flex_blocks import tree_tout
@@ -81,7 +82,7 @@ def pass_through(model: Any, batch: PackedBatch) -> None:
         input_ids=tokens.input_ids_T[None],
         position_ids=tokens.positions_T[None],
         use_cache=False,
-        tree=Tree(batch.tout_T, batch.positions_T, "cpu", device_tokens=tokens),
+        tree=Tree(batch, "cpu"),
     )
 
 
@@ -129,7 +130,7 @@ def test_blocks_of_wide_heads_fit_shared_memory(
     below, and 1 kB. An SM of an A100 has 166,912, of an H100 232,448.
     """
     total = 256
-    tree = Tree(np.full(total, total, np.int32), np.arange(total, dtype=np.int32), "cpu")
+    tree = Tree(one_row(np.zeros(total, np.int32)), "cpu")
     query, key = torch.randn(2, 1, 2, total, width).to(dtype)
     value = torch.randn(1, 2, total, of_values).to(dtype)
     flex.attend(query, key, value, tree.block_mask(None), None, None)
