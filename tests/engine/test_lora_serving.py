@@ -16,7 +16,7 @@ from agentgrpo.engine.agreement import Disagreement, check_agreement, probe_prom
 from agentgrpo.engine.engine import Engine
 from agentgrpo.learn.learner import Learner
 from agentgrpo.models.models import SavedAdapter, base_of, saved_adapter
-from tests.learn.given import learner_on
+from tests.learn.given import distributions, learner_on, oracle_model
 from tests.tiny import VOCAB
 
 RANK, ALPHA = 4, 8.0
@@ -56,13 +56,9 @@ def agree(engine: Engine, learner: Learner) -> float:
 
 def base_logp(tiny_model: Path, ids: Any) -> Any:
     """Log-probabilities of ids[1:] under the model without an adapter, by plain transformers."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    whole = torch.from_numpy(ids.astype(np.int64))
     with torch.no_grad():
-        logp = torch.log_softmax(model(whole[None]).logits[0, :-1], -1)
-    return logp.gather(1, whole[1:, None])[:, 0].numpy()
+        logp = distributions(oracle_model(tiny_model), ids, 1.0)
+    return logp.float().numpy()[np.arange(len(ids) - 1), ids[1:]]
 
 
 def sampled(engine: Engine) -> Any:

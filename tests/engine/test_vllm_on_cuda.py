@@ -12,7 +12,6 @@ from agentgrpo.config import EngineConfig, TrainConfig
 from agentgrpo.config.read import load_config_of, shipped_configs
 from agentgrpo.config.recipe import RecipeConfig
 from agentgrpo.engine import start as start_module
-from agentgrpo.engine.engine import Engine
 from agentgrpo.engine.start import _settings, graph_sizes, start
 from tests import tiny
 
@@ -31,20 +30,6 @@ def test_shared_gpu_is_accepted() -> None:
     assert request_memory(half_free, CacheConfig(**share)) < half_free.free_memory
     with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
         request_memory(half_free, CacheConfig())
-
-
-@pytest.mark.parametrize(
-    ("device", "setting", "expected"),
-    [("cuda", None, True), ("cuda", False, False), ("cuda", True, True), ("cpu", None, False)],
-)
-def test_cuda_uses_async_scheduling(device: str, setting: bool | None, expected: bool) -> None:
-    config = EngineConfig(async_scheduling=setting)
-    assert _settings(config, device, "bfloat16")["async_scheduling"] is expected
-
-
-def test_cpu_refuses_async_scheduling_before_loading() -> None:
-    with pytest.raises(ValueError, match=r"engine\.async_scheduling: expected false on cpu"):
-        Engine("no model", EngineConfig(async_scheduling=True))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,6 @@ def _runs(kernel: Any, **pointers: str) -> Case:
     return Case(kernel, types, {"BLOCK": delta_pack._BLOCK}, 4, tuple(counts))
 
 
-_ODD = ("V", "stride_b", "stride_l", "out_b", "out_l")
 CASES = {
     "stats-bf16": _stats("*bf16"),
     "stats-fp32": _stats("*fp32"),
@@ -153,9 +152,7 @@ def build(case: Case, capability: int) -> Any:
 
 
 def facts(cubin: bytes) -> dict[str, int]:
-    """Registers, bytes of stack and local memory, counts of loads and stores by width, and what a
-    round of the prefetching loop runs (0 where there is none).
-    """
+    """Registers, bytes of stack and local memory, counts of loads and stores by width."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
@@ -173,41 +170,7 @@ def facts(cubin: bytes) -> dict[str, int]:
         out[f"{name}.128"] = sum(".128" in x for x in widths)
         out[f"{name}.16"] = sum(".U16" in x or ".U8" in x for x in widths)
         out[f"{name}.all"] = len(widths)
-    round_ = shortest_round(code)
-    out["round"], out["barriers"] = len(round_), sum("BAR." in line for line in round_)
     return out
-
-
-def shortest_round(code: str) -> list[str]:
-    """The instructions of the prefetching loop, branches taken wherever that leaves out most."""
-    lines: list[str] = []
-    labels: dict[str, int] = {}
-    for line in code.splitlines():
-        if label := re.match(r"(\.L\w+):", line):
-            labels[label[1]] = len(lines)
-        elif actual := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*);", line):
-            lines.append(actual[1])
-    jumps = {
-        i: labels[actual[1]]
-        for i, line in enumerate(lines)
-        if (actual := re.search(r"\bBRA `\((\.L\w+)\)", line))
-    }
-    for end, head in jumps.items():
-        if head < end and any("LDGSTS" in line for line in lines[head:end]):
-            return [lines[i] for i in _shortest_way(lines, jumps, head, end)]
-    return []
-
-
-def _shortest_way(lines: list[str], jumps: dict[int, int], start: int, end: int) -> list[int]:
-    ways = {end: [end]}
-    for i in range(end - 1, start - 1, -1):
-        always = i in jumps and not lines[i].startswith("@")
-        after = [] if always else [i + 1]
-        after += [jumps[i]] if i in jumps and i < jumps[i] <= end else []
-        actual = [ways[j] for j in after if j in ways]
-        if actual:
-            ways[i] = [i, *min(actual, key=len)]
-    return ways[start]
 
 
 def _output(command: list[str]) -> str:

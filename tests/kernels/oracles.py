@@ -7,7 +7,7 @@ derivative, no trick for small probabilities.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,15 @@ def dense_logp(
     log_p = torch.log_softmax(x / temperature, -1)
     entropy = -torch.where(log_p.exp() > 0, log_p.exp() * log_p, 0.0).sum(-1)
     return log_p.gather(-1, target[:, None])[:, 0], entropy
+
+
+def assert_close(ours: Sequence[Tensor], want: Sequence[Tensor], tolerance: float) -> None:
+    """Relative to the largest element, which bounds the rounding of a sum."""
+    for got, expected in zip(ours, want, strict=True):
+        scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+        torch.testing.assert_close(
+            got.double(), expected.double(), rtol=tolerance, atol=tolerance * scale
+        )
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentgrpo.kernels import delta_pack
 from agentgrpo.kernels.checks import Backend
-from agentgrpo.kernels.delta_pack import Terms, Tokens, pack_terms, pack_tokens
+from agentgrpo.kernels.delta_pack import pack_terms, pack_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS: tuple[Backend, ...] = ("torch", "triton")
@@ -72,29 +72,6 @@ def test_runs_expand_as_in_a_loop(backend: Backend, sizes: list[int], seed: int)
     assert [x.dtype for x in terms] == [torch.int64] * 3 + [torch.float32] * 3
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_worked_example(backend: Backend) -> None:
-    """A prompt 7 8 and two rollouts; the first calls a tool, which returns 9.
-
-    The last sampled tokens, 2 and 3, are not laid out, because nothing follows them.
-    """
-    t = torch.tensor
-    ids = t([7, 8, 1, 9, 2, 3], dtype=torch.int32, device=DEVICE)
-    logp = t([-0.5, -0.25, -1.0], device=DEVICE)
-    runs = t([[0, 2, 3], [0, 2, 3], [0, 2, 3], [4, 4, 4]], dtype=torch.int32, device=DEVICE)
-    assert pack_tokens(ids, runs, 4, backend=backend)[0].tolist() == [7, 8, 1, 9]
-    places = t([[0, 1, 2], [2, 4, 5], [0, 1, 2], [1, 3, 1], [0, 0, 1], [0, 1, 0]])
-    floats = t([[1.0, 1.0, -1.0], [0.5, 0.5, 0.25]]).view(torch.int32)
-    whole = torch.cat([places.int(), floats]).to(DEVICE)
-    terms = pack_terms(ids, logp, whole, 3, backend=backend)
-    assert terms.row_N.tolist() == [1, 3, 1]
-    assert terms.target_N.tolist() == [1, 2, 3]
-    assert terms.sample_N.tolist() == [0, 0, 1]
-    assert terms.old_logp_N.tolist() == [-0.5, -0.25, -1.0]
-    assert terms.advantage_N.tolist() == [1.0, 1.0, -1.0]
-    assert terms.weight_N.tolist() == [0.5, 0.5, 0.25]
-
-
 @pytest.mark.parametrize("num_runs", [1, 2, 3, 4, 1000])
 def test_binary_search_finds_every_run(num_runs: int) -> None:
     """For any number of runs; a thousand runs of one token exceed a program's block."""
@@ -144,13 +121,3 @@ def test_invalid_arguments_are_named() -> None:
     for function, arguments, message in calls:
         with pytest.raises(ValueError, match=message):
             function(*arguments)
-
-
-def test_empty_runs_give_empty_tensors() -> None:
-    ids, logp = deltas(0)
-    for backend in BACKENDS:
-        tokens = pack_tokens(ids, runs_of([], 0, 0, 0), 0, backend=backend)
-        terms = pack_terms(ids, logp, runs_of([], 0, 0, 2), 0, backend=backend)
-        assert isinstance(tokens, Tokens)
-        assert isinstance(terms, Terms)
-        assert {len(x) for x in (*tokens, *terms)} == {0}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentgrpo.kernels.checks import Backend, backend_for
 from agentgrpo.kernels.logp import logp
-from tests.kernels.oracles import dense_logp
+from tests.kernels.oracles import assert_close, dense_logp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -43,12 +43,6 @@ def gradients(fn: Any, logits: Tensor, targets: Tensor, *args: Any, **options: A
     return [value.detach(), entropy.detach(), both, alone]
 
 
-def assert_all_close(ours: list[Tensor], want: list[Tensor], tolerance: float) -> None:
-    for got, expected in zip(ours, want, strict=True):
-        scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
-        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * scale)
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("rows", "vocab"), [(1, 1), (3, 7), (4, 1000), (2, 2048), (2, 4096), (3, 9001)]
@@ -61,8 +55,8 @@ def test_values_and_gradients(rows: int, vocab: int, dtype: torch.dtype, backend
     assert ours[0].dtype == ours[1].dtype == torch.float32
     assert ours[2].dtype == dtype
     # fp32 sums of exponents reach 1e-6 of the largest value
-    assert_all_close(ours[:2], expected[:2], 2e-6)
-    assert_all_close(ours[2:], expected[2:], TOLERANCE[dtype])
+    assert_close(ours[:2], expected[:2], 2e-6)
+    assert_close(ours[2:], expected[2:], TOLERANCE[dtype])
 
 
 @BOTH
@@ -70,7 +64,7 @@ def test_softcap(backend: Backend) -> None:
     logits, targets = make_logits(4, 5001), make_targets(4, 5001)
     ours = gradients(logp, logits, targets, temperature=1.3, softcap=3.0, backend=backend)
     expected = gradients(dense_logp, logits.double(), targets, temperature=1.3, softcap=3.0)
-    assert_all_close(ours, expected, 3e-6)
+    assert_close(ours, expected, 3e-6)
 
 
 @BOTH
@@ -89,7 +83,7 @@ def test_masked_rows_may_hold_anything(share: float, backend: Backend) -> None:
     )  # a masked slot's upstream gradient is no better
     (grad,) = torch.autograd.grad((value, entropy), leaf, (upstream, upstream))
     expected = gradients(dense_logp, logits[mask].double(), targets[mask])
-    assert_all_close([value[mask].detach(), entropy[mask].detach()], expected[:2], 2e-6)
+    assert_close([value[mask].detach(), entropy[mask].detach()], expected[:2], 2e-6)
     dense = logits[mask].double().requires_grad_()
     want_value, want_entropy = dense_logp(dense, targets[mask])
     (want_grad,) = torch.autograd.grad(want_value.sum() + want_entropy.sum(), dense)
@@ -167,7 +161,7 @@ def test_banned_tokens(banned: str, backend: Backend) -> None:
     kept = logits[:, allowed]
     place = torch.tensor([int(allowed[: t.item()].sum()) for t in targets], device=DEVICE)
     expected = gradients(dense_logp, kept.double(), place)
-    assert_all_close([ours[0], ours[1], ours[2][:, allowed], ours[3][:, allowed]], expected, 2e-6)
+    assert_close([ours[0], ours[1], ours[2][:, allowed], ours[3][:, allowed]], expected, 2e-6)
     assert (ours[2][:, ~allowed] == 0).all()
 
 
@@ -223,7 +217,7 @@ def test_rows_beyond_two_billion_elements(backend: Backend) -> None:
     expected = dense_logp(logits.double(), targets)
     leaf = logits.requires_grad_()
     value, entropy = logp(leaf, targets, inplace_backward=True, backend=backend)
-    assert_all_close([value.detach(), entropy.detach()], list(expected), 2e-6)
+    assert_close([value.detach(), entropy.detach()], list(expected), 2e-6)
     dense = logits.detach().double().clone().requires_grad_()
     (want_grad,) = torch.autograd.grad(dense_logp(dense, targets)[0].sum(), dense)
     (grad,) = torch.autograd.grad(value.sum(), leaf)

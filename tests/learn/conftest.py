@@ -14,8 +14,18 @@ import torch
 from agentgrpo.config import LearnerConfig, LossConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
-from agentgrpo.types import Group, Rollout, Segment, Status
-from tests.learn.given import EPS, LR, TASK, TEMPERATURE, Holder, learner_on, logp_of, oracle_model
+from agentgrpo.types import Group, Segment
+from tests.learn.given import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    Holder,
+    group_of,
+    learner_on,
+    logp_of,
+    oracle_model,
+    rollout_of,
+)
 from tests.tiny import VOCAB
 
 
@@ -49,7 +59,7 @@ def groups(tiny_model: Path) -> list[Group]:
                 ids = rng.integers(3, VOCAB, size=length, dtype=np.int32)
                 segments.append(Segment(ids, np.zeros(length, np.float32)))
                 segments.append(Segment(rng.integers(3, VOCAB, size=2, dtype=np.int32)))
-            played = Rollout(task=TASK, segments=segments, status=Status.COMPLETED)
+            played = rollout_of(*segments)
             with torch.no_grad():
                 logp = logp_of(model, played).numpy()
             noisy = (logp + rng.normal(0, 0.4, len(logp))).astype(np.float32)
@@ -57,7 +67,7 @@ def groups(tiny_model: Path) -> list[Group]:
             played.segments[3] = Segment(segments[3].token_ids, noisy[4:])
             played.rewards = {"r": float(i * i + g)}  # no rollout at the mean
             rollouts.append(played)
-        result.append(Group(task=TASK, rollouts=rollouts))
+        result.append(group_of(*rollouts))
     assign_advantages(result, LossConfig())
     return result
 

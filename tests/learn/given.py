@@ -13,10 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentgrpo.config import BranchConfig, LearnerConfig, LossConfig, RolloutConfig, TrainConfig
+from agentgrpo.config import (
+    BranchConfig,
+    LearnerConfig,
+    LossConfig,
+    RolloutConfig,
+    TeacherConfig,
+    TrainConfig,
+)
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.weight_sync import policy_on
-from agentgrpo.types import Group, Rollout, Segment, Status, Task
+from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
 
 TASK = Task(id="t", messages=(), spec={})
 TEMPERATURE = 0.9
@@ -24,6 +31,23 @@ EPS = 1e-3
 """Of AdamW: large, so that a gradient of rounding errors stays one."""
 LR = 1e-2
 DAPO = LossConfig()
+
+
+def observed(*ids: int) -> Segment:
+    return Segment(np.array(ids, np.int32))
+
+
+def sampled(*ids: int, logp: float = -0.5) -> Segment:
+    return Segment(np.array(ids, np.int32), np.full(len(ids), logp, np.float32))
+
+
+def rollout_of(*segments: Segment, **fields: Any) -> Rollout:
+    defaults: dict[str, Any] = {"task": TASK, "status": Status.COMPLETED, "advantage": 1.0}
+    return Rollout(segments=list(segments), **defaults | fields)
+
+
+def group_of(*rollouts: Rollout) -> Group:
+    return Group(task=TASK, rollouts=list(rollouts))
 
 
 class Holder:
@@ -66,11 +90,16 @@ def learner_on(
     return Learner(policy, publisher, config, loss or LossConfig(), **{**options, **arguments})
 
 
+def distributions(model: Any, token_ids: Int32, temperature: float = TEMPERATURE) -> Tensor:
+    """[T - 1, V] log-probabilities of each next token, through the whole model."""
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    return torch.log_softmax(model(ids[None], use_cache=False).logits[0, :-1] / temperature, -1)
+
+
 def logp_of(model: Any, rollout: Rollout) -> Tensor:
-    """Log-probabilities of the sampled tokens through the whole model, one rollout alone."""
-    ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
-    logits = model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE
-    every = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+    """Log-probabilities of the sampled tokens, one rollout alone."""
+    targets = torch.from_numpy(rollout.token_ids[1:].astype(np.int64))
+    every = distributions(model, rollout.token_ids).gather(1, targets[:, None])[:, 0]
     return every[torch.from_numpy(mask_of(rollout)[1:])]
 
 
@@ -91,12 +120,18 @@ def oracle_model(folder: Path) -> Any:
     )
 
 
-def run_config(loss: LossConfig, **learner: Any) -> TrainConfig:
-    return TrainConfig(
+def run_config(
+    loss: LossConfig, *, max_tokens: int | None = None, teacher: TeacherConfig | None = None
+) -> TrainConfig:
+    """`max_tokens` may be below engine.max_model_len, and the teacher's model need not exist."""
+    config = TrainConfig(
         model="m", out_dir=Path("o"), loss=loss,
-        learner=LearnerConfig(**learner),
         rollout=RolloutConfig(tasks_per_step=2, branching=BranchConfig(initial=1)),
     )  # fmt: skip
+    update: dict[str, Any] = {"teacher": teacher or TeacherConfig()}
+    if max_tokens is not None:
+        update["learner"] = LearnerConfig(max_tokens=max_tokens)
+    return config.model_copy(update=update)
 
 
 def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
@@ -152,21 +187,14 @@ def assert_same_model(ours: Any, theirs: Any, folder: Path) -> None:
 def branched() -> list[Group]:
     """Two rollouts that share a turn, a third that shares nothing; and a group without branches."""
 
-    def sampled(*ids: int) -> Segment:
-        return Segment(np.array(ids, np.int32), np.full(len(ids), -1.0, np.float32))
-
     def played(*segments: Segment, reward: float) -> Rollout:
-        prompt = Segment(np.array([5, 6, 7], np.int32))
-        return Rollout(
-            task=TASK, segments=[prompt, *segments], status=Status.COMPLETED,
-            rewards={"answer": reward},
-        )  # fmt: skip
+        return rollout_of(observed(5, 6, 7), *segments, rewards={"answer": reward})
 
-    common, observation = sampled(10, 11, 12), Segment(np.array([20, 21], np.int32))
+    common, observation = sampled(10, 11, 12), observed(20, 21)
     branches = [
         played(common, observation, sampled(30, 31), reward=1.0),
         played(common, observation, sampled(40), reward=0.0),
         played(sampled(50, 51), reward=0.5),
     ]
     others = [played(sampled(60), reward=1.0), played(sampled(70, 71), reward=0.0)]
-    return [Group(task=TASK, rollouts=branches), Group(task=TASK, rollouts=others)]
+    return [group_of(*branches), group_of(*others)]

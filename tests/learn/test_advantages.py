@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from agentgrpo.learn.advantages import (
     turn_returns,
     why_dead,
 )
-from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Task, Treatment
+from agentgrpo.types import Group, Rollout, Segment, SpanReward, Status, Treatment
+from tests.learn.given import group_of, observed, rollout_of
 
-TASK = Task(id="t", messages=(), spec={})
 NORMALIZE_THEN_SUM: dict[str, Any] = {"multi_objective_aggregation": "normalize_then_sum"}
 PROMPT = Segment(np.arange(3, dtype=np.int32))
 
@@ -36,18 +37,11 @@ def turn(length: int = 2) -> Segment:
 
 def make_group(rewards: list[float], *, broken: tuple[int, ...] = (), sampled: int = 2) -> Group:
     """One rollout per reward, of `sampled` sampled tokens; those in `broken` are infra errors."""
-    rollouts = [
-        Rollout(
-            task=TASK,
-            segments=[PROMPT, turn(sampled)],
-            status=Status.INFRA_ERROR if i in broken else Status.COMPLETED,
-            rewards={"answer": reward},
-            advantage=9.0,
-            segment_advantages=[7.0, 7.0],
-        )
-        for i, reward in enumerate(rewards)
-    ]
-    return Group(task=TASK, rollouts=rollouts)
+    fields: dict[str, Any] = {"advantage": 9.0, "segment_advantages": [7.0, 7.0]}
+    rollouts = [rollout_of(PROMPT, turn(sampled), rewards={"answer": r}, **fields) for r in rewards]
+    for i in broken:
+        rollouts[i].status = Status.INFRA_ERROR
+    return group_of(*rollouts)
 
 
 def assigned(*groups: Group, **config: Any) -> list[float]:
@@ -147,17 +141,17 @@ ENDS = {(1,): 0.3, (0, 0): 1.0, (0, 1): -0.5}
 SPANS = {(1,): [0.8], (0, 0): [0.2, -1.0], (0, 1): [0.2, 0.9]}
 
 
-def play(actions: tuple[int, ...]) -> Rollout:
-    """One rollout: a turn is one token, and one observation token separates turns."""
+def rewarded(values: Sequence[float], **rewards: float) -> Rollout:
+    """A turn is one token and has one of these rewards; one observation token separates turns."""
     segments, spans = [PROMPT], []
-    for k, value in enumerate(SPANS[actions]):
-        start = 3 + 2 * k
-        segments += [turn(1), Segment(np.zeros(1, np.int32))]
-        spans.append(SpanReward(start, start + 1, "turn", value))
-    return Rollout(
-        task=TASK, segments=segments, status=Status.COMPLETED, rewards={"end": ENDS[actions]},
-        span_rewards=spans,
-    )  # fmt: skip
+    for k, value in enumerate(values):
+        segments += [turn(1), observed(0)]
+        spans.append(SpanReward(3 + 2 * k, 4 + 2 * k, "turn", value))
+    return rollout_of(*segments, rewards=rewards, span_rewards=spans)
+
+
+def play(actions: tuple[int, ...]) -> Rollout:
+    return rewarded(SPANS[actions], end=ENDS[actions])
 
 
 def log_probs(theta: torch.Tensor, actions: tuple[int, ...]) -> list[torch.Tensor]:
@@ -178,7 +172,7 @@ def test_span_estimator_is_unbiased(baseline: str, group_size: int) -> None:
     got = torch.zeros_like(theta)
     config = LossConfig(scale_rewards="none", baseline=baseline, span_credit="return_to_go")  # type: ignore[arg-type]
     for chosen in itertools.product(outcomes, repeat=group_size):
-        group = Group(task=TASK, rollouts=[play(actions) for actions in chosen])
+        group = group_of(*(play(actions) for actions in chosen))
         assign_advantages([group], config)
         surrogate = torch.zeros((), dtype=torch.float64)
         weight = 1.0
@@ -196,7 +190,7 @@ def test_span_estimator_is_unbiased(baseline: str, group_size: int) -> None:
 
 
 def test_turn_gets_no_credit_for_earlier_rewards() -> None:
-    group = Group(task=TASK, rollouts=[play((0, 0)), play((0, 1))])
+    group = group_of(play((0, 0)), play((0, 1)))
     assigned(group, scale_rewards="none", span_credit="return_to_go")
     first, second = (r.segment_advantages for r in group.rollouts)
     assert first == pytest.approx([0, (0.2 - 0.6) / 2, 0, (0.0 - 0.4) / 2, 0])
@@ -206,17 +200,8 @@ def test_turn_gets_no_credit_for_earlier_rewards() -> None:
 def test_line_reward_credits_that_line_only() -> None:
     """A penalty of 0.3 for a line changes the advantages of that line only."""
     lines = [[0.0, 0.0, 0.0], [0.0, -0.3, 0.0], [-0.3]]
-    rollouts: list[Rollout] = []
-    for values in lines:
-        segments: list[Segment] = [PROMPT]
-        spans: list[SpanReward] = []
-        for k, value in enumerate(values):
-            segments += [turn(1), Segment(np.zeros(1, np.int32))]
-            spans.append(SpanReward(3 + 2 * k, 4 + 2 * k, "line", value))
-        rewards = {"answer": float(len(rollouts) == 0)}
-        rollouts.append(Rollout(task=TASK, segments=segments, status=Status.COMPLETED,
-                                rewards=rewards, span_rewards=spans))  # fmt: skip
-    group = Group(task=TASK, rollouts=rollouts)
+    rollouts = [rewarded(values, answer=float(n == 0)) for n, values in enumerate(lines)]
+    group = group_of(*rollouts)
     assigned(group, scale_rewards="none", span_credit="turn")
     right, wrong, short = (r.segment_advantages for r in group.rollouts)
     assert right == pytest.approx([0, 2 / 3 + 0.1, 0, 2 / 3 + 0.1, 0, 2 / 3, 0])
@@ -247,7 +232,7 @@ def test_default_span_credit_depends_on_the_agent(config: dict[str, Any], credit
 
 
 def test_early_end_compares_the_final_return() -> None:
-    group = Group(task=TASK, rollouts=[play((1,)), play((0, 0))])
+    group = group_of(play((1,)), play((0, 0)))
     assigned(group, scale_rewards="none", span_credit="return_to_go")
     late = group.rollouts[1].segment_advantages
     # from its second turn on (0, 0) earns 1.0 - 1.0; (1,) ended with 0.3 + 0.8
@@ -261,7 +246,7 @@ def test_rows_get_credit_in_order() -> None:
     rows.closed_rows, rows.segments = [rows.segments[:2]], [PROMPT, turn(1)]
     rows.span_rewards = [SpanReward(3, 4, "turn", 0.2), SpanReward(7, 8, "turn", 0.9)]
     assert turn_returns(rows) == turn_returns(whole)
-    group = Group(task=TASK, rollouts=[rows, play((0, 0))])
+    group = group_of(rows, play((0, 0)))
     assigned(group, scale_rewards="none", span_credit="return_to_go")
     assert group.rollouts[0].segment_advantages == pytest.approx([0, 0.2, 0, 0.2])
     assert has_gradient(group)
@@ -269,7 +254,7 @@ def test_rows_get_credit_in_order() -> None:
 
 def test_cancelling_spans_are_scaled_by_their_deviation() -> None:
     """Equal totals but unequal turns: the scale must not come from rounding errors."""
-    group = Group(task=TASK, rollouts=[play((0, 0)), play((0, 0))])
+    group = group_of(play((0, 0)), play((0, 0)))
     for rollout, values in zip(group.rollouts, [(1.0, 0.0), (0.0, 1.0)], strict=True):
         rollout.span_rewards = [
             SpanReward(3 + 2 * k, 4 + 2 * k, "turn", v) for k, v in enumerate(values)
@@ -390,7 +375,7 @@ def test_gdpo_merges_partial_into_the_answer(whole: str, share: str) -> None:
 
 
 def test_spans_credit_the_whole_rollout_by_default() -> None:
-    group = Group(task=TASK, rollouts=[play((0, 1)), play((0, 0))])
+    group = group_of(play((0, 1)), play((0, 0)))
     assigned(group)
     assert [rollout.segment_advantages for rollout in group.rollouts] == [None, None]
     assigned(group, scale_rewards="none", span_credit="return_to_go")

@@ -1,8 +1,11 @@
-"""Updates of a step against plain loops in float64: ratios, clipping, KL, epochs, entropy."""
+"""Updates of a step against plain loops in float64: ratios, clipping, KL, epochs, entropy.
+
+Objectives and metrics that read a rollout's tokens together are independent of the batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import pytest
 import torch
 
 from agentgrpo.config import LossConfig
+from agentgrpo.kernels.objective import LOSSES
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.minibatches import plan_updates
-from agentgrpo.types import Group
+from agentgrpo.types import Group, Segment
 from tests.learn.given import (
     assert_same_model,
     clipped,
@@ -96,3 +100,51 @@ def test_custom_loss_trains_like_the_shipped_one(
     assert metrics[0]["ratio_max"] > 1.02
     for ours, theirs in zip(learners[0].policy.trained, learners[1].policy.trained, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "gspo": {"importance_sampling_level": "sequence", "epsilon": 0.005},
+    "gspo-token": {"importance_sampling_level": "sequence_token", "epsilon": 0.005},
+    **{
+        name: {"loss_type": name, **({"epsilon": 0.005} if "epsilon" in loss.reads else {})}
+        for name, loss in LOSSES.items()
+        if loss.whole_sequence
+    },
+    "geometric correction": {"vllm_importance_sampling_mode": "geometric_truncate"},
+    "sequence correction": {"vllm_importance_sampling_mode": "sequence_mask"},
+    "off-policy mask": {"off_policy_mask_threshold": 0.02},
+}
+"""Objectives that read the terms of a rollout together."""
+
+
+def forked(groups: Sequence[Group]) -> None:
+    """Every rollout's second turn begins a new row; the first turn of some gets no reward."""
+    for number, rollout in enumerate(r for g in groups for r in g.rollouts):
+        rollout.closed_rows = [rollout.segments[:2]]
+        rollout.segments = [Segment(rollout.token_ids[2:15]), *rollout.segments[3:]]
+        first = 0.0 if number % 2 else rollout.advantage
+        rollout.segment_advantages = [0.0, first, 0.0, rollout.advantage, 0.0]
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_rollout_terms_are_independent_of_batches(
+    make_learner: Callable[..., Learner], groups: list[Group], case: str
+) -> None:
+    """Rollouts whose rows would be in two batches: equal to one undivided batch, in float64.
+
+    Except for norms, which transformers computes in float32; steps move parameters by 1e-2.
+    """
+    forked(groups)
+    loss = LossConfig(**{"num_iterations": 2, **WHOLE[case]})
+    recorded = {}
+    for budget in (1000, 34):
+        learner = make_learner(loss)
+        updates = plan_updates(groups, run_config(loss, max_tokens=budget), step=0)
+        metrics = learner.step(updates)
+        recorded[budget] = len(updates[0].batches), metrics, list(learner.model.parameters())
+    (one, expected, undivided), (many, got, divided) = recorded.values()
+    assert one < many
+    for name in ("loss", "grad_norm", "mismatch_ratio_max", "mismatch_modified"):
+        assert got[name] == pytest.approx(expected[name], rel=1e-6), name
+    for a, b in zip(divided, undivided, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)

@@ -19,12 +19,12 @@ from agentgrpo.learn.lora import Adapter
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.learn.policy import Scorer, checkpoint_layers, freeze_all_but
 from agentgrpo.models.liger import FAMILIES, UNROTATED, fuse_layers
-from agentgrpo.types import Group, Rollout, Status
+from agentgrpo.types import Group
+from tests.learn.given import group_of, rollout_of
 from tests.learn.interpreted import let_liger_be_interpreted
 from tests.learn.test_attention import (
     MODELS,
     SMALL,
-    TASK,
     Float64,
     gradients,
     loss_of,
@@ -60,14 +60,9 @@ def forked() -> list[Group]:
     """A prompt and two rollouts that part after their first token: each token is interpreted."""
     rng = np.random.default_rng(0)
     prompt, first = segment(rng, 3), segment(rng, 1, sampled=True)
-    rollouts = [
-        Rollout(
-            task=TASK, segments=[prompt, first, segment(rng, length, sampled=True)],
-            status=Status.COMPLETED, advantage=float(rng.normal()),
-        )
-        for length in (4, 3)
-    ]  # fmt: skip
-    return [Group(task=TASK, rollouts=rollouts)]
+    ends = [segment(rng, length, sampled=True) for length in (4, 3)]
+    rollouts = [rollout_of(prompt, first, end, advantage=float(rng.normal())) for end in ends]
+    return [group_of(*rollouts)]
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:

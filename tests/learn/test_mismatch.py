@@ -15,7 +15,7 @@ from agentgrpo.engine.agreement import Disagreement, outliers_of, widest_gap
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.types import Group, Segment
-from tests.learn.given import TEMPERATURE, logp_of, oracle_model, run_config, sampled_logp
+from tests.learn.given import distributions, logp_of, oracle_model, run_config, sampled_logp
 
 
 def test_mismatch_is_logged_before_clipping(
@@ -74,9 +74,9 @@ def test_rollouts_get_the_learner_scores_of_before_the_step(
         assert played.entropies is not None
         recorded = iter(zip(played.learner_logprobs, played.entropies, strict=True))
         for row in played.rows:
-            ids = torch.from_numpy(np.concatenate([s.token_ids for s in row]).astype(np.int64))
+            ids = np.concatenate([s.token_ids for s in row])
             with torch.no_grad():
-                every = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, -1)
+                every = distributions(model, ids)
             start = 0
             for segment in row:
                 end = start + len(segment.token_ids)
@@ -86,7 +86,7 @@ def test_rollouts_get_the_learner_scores_of_before_the_step(
                     assert entropy is None
                 else:
                     own = every[start - 1 : end - 1]
-                    expected = own.gather(1, ids[start:end, None])[:, 0]
+                    expected = own[np.arange(end - start), ids[start:end]]
                     np.testing.assert_allclose(logp, expected, atol=1e-5)  # type: ignore[arg-type]
                     np.testing.assert_allclose(entropy, -(own.exp() * own).sum(-1), atol=1e-5)  # type: ignore[arg-type]
                 start = end

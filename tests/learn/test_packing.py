@@ -16,28 +16,10 @@ from agentgrpo.kernels.delta_pack import pack_terms, pack_tokens
 from agentgrpo.learn.batch import PADDING, PackedBatch
 from agentgrpo.learn.packing import pack_tree
 from agentgrpo.models.encoding import ids_from_list
-from agentgrpo.types import Group, Rollout, Segment, Status, Task
+from agentgrpo.types import Group, Rollout, Segment
+from tests.learn.given import group_of, observed, rollout_of, sampled
 
 CPU = torch.device("cpu")
-TASK = Task(id="t", messages=(), spec={})
-
-
-def observed(*ids: int) -> Segment:
-    return Segment(np.array(ids, np.int32))
-
-
-def sampled(*ids: int, logp: float = -0.5) -> Segment:
-    return Segment(np.array(ids, np.int32), np.full(len(ids), logp, np.float32))
-
-
-def rollout(*segments: Segment, advantage: float = 1.0) -> Rollout:
-    return Rollout(task=TASK, segments=list(segments), status=Status.COMPLETED, advantage=advantage)
-
-
-def group(*rollouts: Rollout) -> Group:
-    return Group(task=TASK, rollouts=list(rollouts))
-
-
 Prefix = tuple[int, ...]
 Term = tuple[int, Prefix, int, float, float, float]
 
@@ -133,8 +115,10 @@ def steps(draw: st.DrawFn) -> list[Group]:
                 parent = draw(st.sampled_from(earlier))
                 segments = parent[: draw(st.integers(1, len(parent)))] + segments
             earlier.append(segments)
-            rollouts.append(rollout(*segments, advantage=draw(st.sampled_from([-1.5, 0.0, 2.0]))))
-        groups.append(group(*rollouts))
+            rollouts.append(
+                rollout_of(*segments, advantage=draw(st.sampled_from([-1.5, 0.0, 2.0])))
+            )
+        groups.append(group_of(*rollouts))
     return groups
 
 
@@ -180,10 +164,7 @@ def forked(draw: st.DrawFn) -> tuple[list[Rollout], list[list[list[Term]]]]:
         rows = [segment_lists(draw) for _ in range(draw(st.integers(1, 4)))]
         count = sum(map(len, rows))
         values = draw(st.lists(st.sampled_from([0.0, 0.0, 1.5]), min_size=count, max_size=count))
-        r = Rollout(
-            task=TASK, segments=rows[-1], closed_rows=rows[:-1], status=Status.COMPLETED,
-            segment_advantages=values,
-        )  # fmt: skip
+        r = rollout_of(*rows[-1], closed_rows=rows[:-1], segment_advantages=values)
         each = iter(values)
         rollouts.append(r)
         terms.append([terms_of(row, [next(each) for _ in row], index, 1.0) for row in rows])
@@ -212,7 +193,7 @@ def test_whole_rollouts_keeps_rows_in_one_batch(
     units = expected if whole else [[row] for own in expected for row in own]
     largest = max((num_tokens(unit, share=share) for unit in units), default=0)
     options: dict[str, Any] = {"share_prefixes": share, "whole_rollouts": whole}
-    batches = pack_tree([group(*rollouts)], max_tokens=max(1, largest) + slack, **options)
+    batches = pack_tree([group_of(*rollouts)], max_tokens=max(1, largest) + slack, **options)
     assert Counter(term for batch in batches for term in unrolled_terms(batch)) == Counter(
         term for own in expected for row in own for term in row
     )
@@ -222,51 +203,32 @@ def test_whole_rollouts_keeps_rows_in_one_batch(
         assert len(homes) == len(set(homes))
     if largest > 1:
         with pytest.raises(ValueError, match=rf"rollout \d: {largest} tokens to lay out"):
-            pack_tree([group(*rollouts)], max_tokens=largest - 1, **options)
+            pack_tree([group_of(*rollouts)], max_tokens=largest - 1, **options)
 
 
 def test_two_row_rollouts_share_their_prompt() -> None:
     """A prompt of 10 and two rows of 5 each: four rollouts in a batch of 50, two in one of 30."""
     rollouts = [
-        Rollout(
-            task=TASK, status=Status.COMPLETED, advantage=1.0,
+        rollout_of(
+            *(observed(*[9] * 10), observed(30 + i), sampled(*[2] * 4, 0)),
             closed_rows=[[observed(*[9] * 10), sampled(20 + i, *[1] * 4, 0)]],
-            segments=[observed(*[9] * 10), observed(30 + i), sampled(*[2] * 4, 0)],
         )
         for i in range(4)
-    ]  # fmt: skip
+    ]
     for budget, homes in ((50, [[0, 1, 2, 3]]), (30, [[0, 1], [2, 3]]), (29, [[0], [1], [2], [3]])):
-        batches = pack_tree([group(*rollouts)], max_tokens=budget, whole_rollouts=True)
+        batches = pack_tree([group_of(*rollouts)], max_tokens=budget, whole_rollouts=True)
         assert [sorted(set(b.sample_N.tolist())) for b in batches] == homes
     with pytest.raises(
         ValueError, match=r"rollout \d: 20 tokens to lay out in one batch, as its rows' terms"
     ):
-        pack_tree([group(*rollouts)], max_tokens=19, whole_rollouts=True)
-    assert len(pack_tree([group(*rollouts)], max_tokens=19)) == 8
-
-
-def test_worked_example() -> None:
-    """Two rollouts share the prompt 7 8 and their first sampled token; one then uses a tool."""
-    prompt = observed(7, 8)
-    short = rollout(prompt, sampled(1, 2, logp=-0.25), advantage=-1.0)
-    long = rollout(prompt, sampled(1, 3), observed(9), sampled(4), observed(5, 5), advantage=2.0)
-    (batch,) = pack_tree([group(short, long)], max_tokens=100, weights=[0.5, 0.25])
-    # the last sampled tokens (2 and 4) and the trailing observation are nobody's input
-    assert batch.input_ids_T.tolist() == [7, 8, 1, 3, 9]
-    assert batch.positions_T.tolist() == [0, 1, 2, 3, 4]
-    assert batch.tout_T.tolist() == [5, 5, 5, 5, 5]
-    assert batch.row_N.tolist() == [1, 2, 1, 2, 4]
-    assert batch.target_N.tolist() == [1, 2, 1, 3, 4]
-    assert batch.sample_N.tolist() == [0, 0, 1, 1, 1]
-    assert batch.old_logp_N.tolist() == [-0.25, -0.25, -0.5, -0.5, -0.5]
-    assert batch.advantage_N.tolist() == [-1.0, -1.0, 2.0, 2.0, 2.0]
-    assert batch.weight_N.tolist() == [0.5, 0.5, 0.25, 0.25, 0.25]
+        pack_tree([group_of(*rollouts)], max_tokens=19, whole_rollouts=True)
+    assert len(pack_tree([group_of(*rollouts)], max_tokens=19)) == 8
 
 
 def test_subtree_that_fits_is_not_cut() -> None:
     """Groups of 10 + 4 * 5 tokens and a budget for two of them: whole groups, two a batch."""
     groups = [
-        group(*(rollout(observed(*[g] * 10), sampled(20 + i, *[i] * 5)) for i in range(4)))
+        group_of(*(rollout_of(observed(*[g] * 10), sampled(20 + i, *[i] * 5)) for i in range(4)))
         for g in range(6)
     ]
     batches = check(groups, 65, [1.0] * 24)
@@ -277,47 +239,36 @@ def test_subtree_that_fits_is_not_cut() -> None:
 def test_subtree_over_budget_is_cut_at_branch_points() -> None:
     """A root of 10, two branches of 5, each with three leaves of 6: a branch fits, both do not."""
     leaves = [
-        rollout(observed(*[9] * 10), observed(*[b] * 5), sampled(20 + i, *[i] * 5, 0))
+        rollout_of(observed(*[9] * 10), observed(*[b] * 5), sampled(20 + i, *[i] * 5, 0))
         for b in range(2)
         for i in range(3)
     ]
-    batches = check([group(*leaves)], 40, [1.0] * 6)
+    batches = check([group_of(*leaves)], 40, [1.0] * 6)
     assert [len(b.input_ids_T) for b in batches] == [33, 33]
     assert [sorted(set(b.sample_N.tolist())) for b in batches] == [[0, 1, 2], [3, 4, 5]]
     # a budget for two leaves at most: five branches' worth of path would be 6 batches
-    batches = check([group(*leaves)], 27, [1.0] * 6)
+    batches = check([group_of(*leaves)], 27, [1.0] * 6)
     assert [len(b.input_ids_T) for b in batches] == [27, 27, 21, 21]
 
 
 @pytest.mark.parametrize("small_first", [False, True])
 def test_rest_of_a_cut_subtree_is_filled_with_siblings(small_first: bool) -> None:
     """Whichever comes first: the leaf before one in its batch need not be the one it left."""
-    big = [rollout(observed(1), sampled(i, *[i] * 9, 0)) for i in range(10, 13)]
-    small = [rollout(observed(2 - 2 * small_first), sampled(i, i, i, 0)) for i in range(10, 13)]
-    batches = check([group(*big), group(*small)], 21, [1.0] * 6)
+    big = [rollout_of(observed(1), sampled(i, *[i] * 9, 0)) for i in range(10, 13)]
+    small = [rollout_of(observed(2 - 2 * small_first), sampled(i, i, i, 0)) for i in range(10, 13)]
+    batches = check([group_of(*big), group_of(*small)], 21, [1.0] * 6)
     assert [len(b.input_ids_T) for b in batches] == [21, 21]
 
 
 def test_largest_subtrees_are_packed_first() -> None:
     """Rests of 3, 6, 4, 7 tokens after a shared one fill two batches of 11, in no other pairs."""
     rests = [sampled(10 + i, *[5] * (n - 1), 0) for i, n in enumerate((3, 6, 4, 7))]
-    batches = check([group(*(rollout(observed(1), rest) for rest in rests))], 11, [1.0] * 4)
+    batches = check([group_of(*(rollout_of(observed(1), rest) for rest in rests))], 11, [1.0] * 4)
     assert sorted(sorted(set(b.sample_N.tolist())) for b in batches) == [[0, 3], [1, 2]]
 
 
-def test_rollouts_without_gradient_are_not_laid_out() -> None:
-    live = rollout(observed(1), sampled(2, 3))
-    groups = [group(live, rollout(observed(1), sampled(4, 5), advantage=0.0))]
-    (batch,) = check(groups, 10, [1.0, 1.0], drop_zero=True)
-    assert batch.input_ids_T.tolist() == [1, 2]
-    (batch,) = check(groups, 10, [1.0, 1.0], drop_zero=False)
-    assert batch.input_ids_T.tolist() == [1, 2, 4]
-    assert len(pack_tree([group(rollout(observed(1, 2)))], max_tokens=1)) == 0
-    assert len(pack_tree([], max_tokens=1)) == 0
-
-
 def test_batches_are_a_sequence() -> None:
-    groups = [group(*(rollout(observed(1), sampled(9 + i, 2, 3)) for i in range(3)))]
+    groups = [group_of(*(rollout_of(observed(1), sampled(9 + i, 2, 3)) for i in range(3)))]
     batches = pack_tree(groups, max_tokens=4)
     assert [b.sample_N.tolist() for b in batches] == [[i] * 3 for i in range(3)]
     assert batches[-1].sample_N.tolist() == batches[2].sample_N.tolist()
@@ -329,8 +280,12 @@ def test_batches_are_a_sequence() -> None:
     assert batches[0].target_N.tolist() == [9, 2, 3]
 
 
+def alone(*segments: Segment, **fields: Any) -> list[Group]:
+    return [group_of(rollout_of(*segments, **fields))]
+
+
 def one_bad(segment: Segment) -> list[Group]:
-    return [group(rollout(observed(1), sampled(2))), group(rollout(observed(1), segment))]
+    return [group_of(rollout_of(observed(1), last)) for last in (sampled(2), segment)]
 
 
 @pytest.mark.parametrize(
@@ -339,12 +294,9 @@ def one_bad(segment: Segment) -> list[Group]:
         (one_bad(observed(3, -4)), r"rollout 1: segment 1: token_ids\[1\] is -4, not an id"),
         (one_bad(sampled(3, 4, logp=np.nan)), r"rollout 1: segment 1: logprobs\[0\] is not finite"),
         (one_bad(sampled(3, logp=-np.inf)), r"rollout 1: segment 1: logprobs\[0\] is not finite"),
-        ([group(rollout(sampled(3)))], "rollout 0: segment 0: sampled from the first token on"),
-        (
-            [group(rollout(observed(1), sampled(2), advantage=np.nan))],
-            "segment 1: advantage is not",
-        ),
-        ([group(rollout(observed(*range(9)), sampled(2, 3)))], "rollout 0: 10 tokens to lay out"),
+        (alone(sampled(3)), "rollout 0: segment 0: sampled from the first token on"),
+        (alone(observed(1), sampled(2), advantage=np.nan), "segment 1: advantage is not"),
+        (alone(observed(*range(9)), sampled(2, 3)), "rollout 0: 10 tokens to lay out"),
     ],
 )
 def test_invalid_rollouts_are_named(groups: list[Group], message: str) -> None:
@@ -353,7 +305,7 @@ def test_invalid_rollouts_are_named(groups: list[Group], message: str) -> None:
 
 
 def test_invalid_weights_are_refused() -> None:
-    groups = [group(rollout(observed(1), sampled(2)))]
+    groups = [group_of(rollout_of(observed(1), sampled(2)))]
     with pytest.raises(ValueError, match="weights: expected 1, one per rollout, got 2"):
         pack_tree(groups, max_tokens=9, weights=[1.0, 1.0])
     with pytest.raises(ValueError, match="rollout 0: weight is not finite"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentgrpo.config import LearnerConfig, LossConfig
+from agentgrpo.config import LossConfig
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.minibatches import plan_updates
@@ -89,8 +89,7 @@ def test_plan_follows_its_settings(groups: list[Group]) -> None:
     assert len(update.batches[0].input_ids_T) < lengths
     (alone,) = plan_updates(groups, run_config(loss), step=0, share_prefixes=False)
     assert sum(len(b.input_ids_T) for b in alone.batches) == lengths
-    small = run_config(loss).model_copy(update={"learner": LearnerConfig(max_tokens=40)})
-    (many,) = plan_updates(groups, small, step=0)
+    (many,) = plan_updates(groups, run_config(loss, max_tokens=40), step=0)
     assert all(len(b.input_ids_T) <= 40 for b in many.batches)
     assert len(many.batches) > 1
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,9 @@ def varlen_by_definition(
     return torch.cat(out)
 
 
+copied = partial(learner_on, temperature=TEMPERATURE, weights="copy", dlogp_limit=9.0)
+
+
 class CardHolder(Holder):
     device = "cuda"
     dtype = "float32"
@@ -104,10 +108,7 @@ def steps(
     state: Path | None = None, **config: Any,
 ) -> tuple[Learner, list[dict[str, float]]]:  # fmt: skip
     options = {"use_liger_kernel": False, "learning_rate": 1e-2, "max_grad_norm": 1.0, **config}
-    learner = learner_on(
-        engine, folder, LearnerConfig(**options), loss, temperature=TEMPERATURE, weights="copy",
-        dlogp_limit=9.0,
-    )  # fmt: skip
+    learner = copied(engine, folder, LearnerConfig(**options), loss)
     learner.dry_pass(30)
     recorded = []
     for step in range(2):
@@ -153,12 +154,12 @@ def test_cuda_layers_are_fused_by_liger(
     let_liger_be_interpreted(monkeypatch)
     cpu = CardHolder()
     cpu.device = "cpu"
-    expected = learner_on(cpu, tiny_model, weights="copy")
+    expected = copied(cpu, tiny_model)
     assert expected.describe()["layers"] == "plain (Liger's kernels need an NVIDIA GPU)"
     request.getfixturevalue("_cuda")
     # Liger's backward pass asks tensors where they lie, and in it they say: on the host
     monkeypatch.setattr(torch.autograd, "grad", lambda *gone: None)
-    got = learner_on(CardHolder(), tiny_model, weights="copy")
+    got = copied(CardHolder(), tiny_model)
     assert re.match(r"liger-kernel [\d.]+: 11 norms and MLPs, 2 rot", got.describe()["layers"])
     assert "forward" in vars(got.model.get_decoder().layers[0].self_attn)
     ids = np.arange(6, dtype=np.int32)
@@ -282,14 +283,10 @@ def test_host_does_not_wait_between_batches(
     waits: list[str] = request.getfixturevalue("_cuda")
     engine = CardHolder()
     engine.dtype = "float32" if share else "bfloat16"  # FlashAttention's
-    learner = learner_on(
-        engine, tiny_model, PLAIN, LOSSES[name], temperature=TEMPERATURE,
-        weights="copy", dlogp_limit=9.0,
-    )  # fmt: skip
+    learner = copied(engine, tiny_model, PLAIN, LOSSES[name])
     counts = []
     for max_tokens in (1000, 24):
-        config = run_config(LOSSES[name])
-        config = config.model_copy(update={"learner": LearnerConfig(max_tokens=max_tokens)})
+        config = run_config(LOSSES[name], max_tokens=max_tokens)
         updates = plan_updates(groups, config, step=0, share_prefixes=share)
         reads = sum(len(update.batches) for update in updates)
         waits.clear()
@@ -315,13 +312,9 @@ def test_tokens_of_a_step_are_uploaded_once(
             "upload",
             lambda x, device, recorded=recorded: (recorded.append(x), upload(x, device))[1],
         )
-    learner = learner_on(
-        CardHolder(), tiny_model, PLAIN, LossConfig(num_iterations=2),
-        temperature=TEMPERATURE, weights="copy", dlogp_limit=9.0,
-    )  # fmt: skip
+    learner = copied(CardHolder(), tiny_model, PLAIN, LossConfig(num_iterations=2))
     del sent[:], masks[:]  # those of the trial
-    config = run_config(LossConfig(num_iterations=2))
-    config = config.model_copy(update={"learner": LearnerConfig(max_tokens=24)})
+    config = run_config(LossConfig(num_iterations=2), max_tokens=24)
     (update,) = plan_updates(groups, config, step=0)
     batches = list(update.batches)
     assert len(batches) >= 5
@@ -348,10 +341,7 @@ def test_dry_pass_tries_a_fork_and_both_cuda_kernels(
         request.getfixturevalue("_cuda")
     engine = CardHolder()
     engine.device = device
-    learner = learner_on(
-        engine, tiny_model, PLAIN, LossConfig(), temperature=TEMPERATURE, weights="copy",
-        dlogp_limit=9.0,
-    )  # fmt: skip
+    learner = copied(engine, tiny_model, PLAIN)
     recorded: list[PackedBatch] = []
     learner._scorer.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
     learner.dry_pass(40)

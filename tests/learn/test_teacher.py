@@ -14,15 +14,25 @@ import numpy as np
 import pytest
 import torch
 
-from agentgrpo.config import LossConfig, TeacherConfig, TrainConfig
+from agentgrpo.config import LossConfig, TeacherConfig
 from agentgrpo.inspect.verify.advantages import divergences_of, teacher_faults
 from agentgrpo.learn.advantages import assign_advantages
 from agentgrpo.learn.learner import Learner
 from agentgrpo.learn.minibatches import plan_updates
 from agentgrpo.learn.reference import Reference
 from agentgrpo.learn.teacher import FIELDS
-from agentgrpo.types import Group, Int32, Rollout, Segment, Status, Task
-from tests.learn.given import TASK, TEMPERATURE, logp_of, mask_of, oracle_model, run_config
+from agentgrpo.types import Group, Int32, Rollout, Segment, Task
+from tests.learn.given import (
+    distributions,
+    group_of,
+    logp_of,
+    mask_of,
+    observed,
+    oracle_model,
+    rollout_of,
+    run_config,
+    sampled,
+)
 from tests.learn.test_trl import Recorder, Table, padded
 from tests.learn.test_trl import played as played
 from tests.tiny import VOCAB, make_model_dir
@@ -43,12 +53,6 @@ class Other:
 
     def __call__(self, *asked: Any) -> Any:
         return self.scorer(*asked)
-
-
-def config_of(loss: LossConfig, teacher: TeacherConfig) -> TrainConfig:
-    config = run_config(loss)
-    small = config.learner.model_copy(update={"max_tokens": 32})
-    return config.model_copy(update={"learner": small, "teacher": teacher})
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -72,7 +76,7 @@ def test_teacher_loss_equals_trl(
     learner._scorer = table = Table(0)
     learner._teacher.reference = Other()
     learner._optimizer = recorder = Recorder(table)
-    updates = plan_updates(played, config_of(ALONE, teacher), step=0)
+    updates = plan_updates(played, run_config(ALONE, max_tokens=32, teacher=teacher), step=0)
     assert len(updates[0].batches) > 1
     metrics = learner.step(updates)
     assert metrics["teacher_terms"] == metrics["num_tokens"] > 0
@@ -121,7 +125,7 @@ def test_recorded_advantages_are_the_trained_ones(
     other = make_model_dir(tmp_path / "other", seed=5)
     loss = LossConfig.model_validate(more)
     teacher = TeacherConfig(model="t", weight=weight, clip=clip)
-    config = run_config(loss).model_copy(update={"teacher": teacher})
+    config = run_config(loss, teacher=teacher)
     options = taught(teacher, source=str(other)) if teacher.teaches else None
     learner = make_learner(loss, teacher=options)
     learner.step(plan_updates(groups, config, step=0))
@@ -151,7 +155,7 @@ def test_recorded_advantages_are_the_trained_ones(
         forged = groups[0].rollouts[1]
         own = [None if x is None else np.zeros_like(x) for x in forged.token_advantages or ()]
         silent = replace(forged, advantage=0.0, teacher_logprobs=None, token_advantages=own)
-        faults = list(teacher_faults([Group(task=TASK, rollouts=[silent])], config))
+        faults = list(teacher_faults([group_of(silent)], config))
         assert {fault[2].partition(": ")[2] for fault in faults} == {"no teacher_logprobs"}
         for rollout in (r for g in groups for r in g.rollouts):
             rollout.token_advantages = rollout.learner_logprobs = None
@@ -167,13 +171,17 @@ def test_topk_tokens_are_compared_and_recorded(
     """
     other, weight, topk = make_model_dir(tmp_path / "other", seed=5), 0.4, 100
     teacher = TeacherConfig(model="t", weight=weight, topk=topk)
-    config = run_config(ALONE).model_copy(update={"teacher": teacher})
+    config = run_config(ALONE, teacher=teacher)
     learner = make_learner(ALONE, teacher=taught(teacher, source=str(other)))
     updates = plan_updates(groups, config, step=0, share_prefixes=kind == "trees")
     metrics = learner.step(updates)
     apart = []
     for rollout in (r for g in groups for r in g.rollouts):
-        theirs, ours = (distributions(oracle_model(f), rollout) for f in (other, tiny_model))
+        mask = torch.from_numpy(mask_of(rollout)[1:])
+        with torch.no_grad():
+            theirs, ours = (
+                distributions(oracle_model(f), rollout.token_ids)[mask] for f in (other, tiny_model)
+            )
         ids, first, second, trained = (
             torch.from_numpy(np.concatenate([x for x in column or () if x is not None]))
             for column in (
@@ -206,14 +214,6 @@ def test_topk_tokens_are_compared_and_recorded(
         assert [fault[:2] for fault in teacher_faults(forged, config)] == [(1, 2)], name
 
 
-def distributions(model: Any, rollout: Rollout) -> torch.Tensor:
-    """[N, V] log-probabilities of the sampled tokens through the whole model, one rollout alone."""
-    ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
-    with torch.no_grad():
-        logits = model(ids[None], use_cache=False).logits[0, :-1] / TEMPERATURE
-    return torch.log_softmax(logits, -1)[torch.from_numpy(mask_of(rollout)[1:])]
-
-
 PROMPT = np.array([5, 6, 7, 8], np.int32)
 TEXTS = {"a\nc": [90, 91], "c": [92], "right": [93]}
 
@@ -223,18 +223,11 @@ def asked(task: Task, text: str) -> Int32:
     return np.array([5, 6, *TEXTS[text], 7, 8], np.int32)
 
 
-def turn(*ids: int) -> Segment:
-    return Segment(np.array(ids, np.int32), np.full(len(ids), -1.0, np.float32))
-
-
 def two_rows() -> Rollout:
     """Three turns with feedback for the first and the last; the last is in another row."""
-    prompt_segment = Segment(np.array([20, 21], np.int32))
-    return Rollout(
-        task=TASK, status=Status.COMPLETED, feedback=["a", "", "c"],
-        closed_rows=[[Segment(PROMPT), turn(10, 11), prompt_segment, turn(12)]],
-        segments=[Segment(np.array([5, 6, 7, 8, 30], np.int32)), turn(13, 14)],
-    )  # fmt: skip
+    first = [Segment(PROMPT), sampled(10, 11), observed(20, 21), sampled(12)]
+    fields: Any = {"closed_rows": [first], "feedback": ["a", "", "c"], "advantage": 0.0}
+    return rollout_of(observed(5, 6, 7, 8, 30), sampled(13, 14), **fields)
 
 
 def test_feedback_read_by_the_policy_is_not_repeated(
@@ -243,14 +236,13 @@ def test_feedback_read_by_the_policy_is_not_repeated(
     """Feedback on the first turn applies to that turn only; later rows also follow the text."""
     rollout, silent = two_rows(), replace(two_rows(), feedback=[])
     learner = make_learner(teacher=taught(CRITIC, prompt=asked))
-    config = config_of(ALONE, CRITIC)
-    learner.step(plan_updates([Group(task=TASK, rollouts=[rollout, silent])], config, step=0))
+    config = run_config(ALONE, max_tokens=32, teacher=CRITIC)
+    learner.step(plan_updates([group_of(rollout, silent)], config, step=0))
     model = oracle_model(tiny_model)
 
     def scored(*ids: int, last: int) -> Any:
-        read = [Segment(np.array(ids[:-last], np.int32)), turn(*ids[-last:])]
         with torch.no_grad():
-            return logp_of(model, Rollout(task=TASK, segments=read, status=Status.COMPLETED))
+            return logp_of(model, rollout_of(observed(*ids[:-last]), sampled(*ids[-last:])))
 
     expected = {
         1: (5, 6, 90, 91, 7, 8, 10, 11),
@@ -270,9 +262,9 @@ def test_feedback_read_by_the_policy_is_not_repeated(
             atol=1e-4,
         )
     assert silent.teacher_logprobs is None
-    assert list(teacher_faults([Group(task=TASK, rollouts=[rollout, silent])], config)) == []
+    assert list(teacher_faults([group_of(rollout, silent)], config)) == []
     rollout.feedback[2] = ""
-    faults = teacher_faults([Group(task=TASK, rollouts=[rollout])], config)
+    faults = teacher_faults([group_of(rollout)], config)
     message = "teacher_logprobs without feedback"
     assert [fault[2] for fault in faults] == [f"segment {n}: {message}" for n in (3, 5)]
     trained = [a for a in silent.token_advantages or () if a is not None]
@@ -289,8 +281,7 @@ def test_server_scores_equal_local_scores(
 
     def ask(ids: list[int], count: int) -> Any:
         with torch.no_grad():
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1] / TEMPERATURE
-        logp, ids_T = torch.log_softmax(logits, -1), torch.tensor(ids)
+            logp, ids_T = distributions(model, np.array(ids)), torch.tensor(ids)
         most = logp.topk(count)
         each = logp.gather(1, ids_T[1:, None])[:, 0], most.values, most.indices
         return tuple(x.numpy() for x in each)
@@ -300,7 +291,9 @@ def test_server_scores_equal_local_scores(
     for options in ({"source": str(other)}, {"source": ask}):
         played = copy.deepcopy(groups)
         learner = make_learner(ALONE, teacher=taught(teacher, **options))
-        metrics = learner.step(plan_updates(played, config_of(ALONE, teacher), step=0))
+        metrics = learner.step(
+            plan_updates(played, run_config(ALONE, max_tokens=32, teacher=teacher), step=0)
+        )
         rollouts = [r for g in played for r in g.rollouts]
         actual.append((metrics["teacher_terms"], rollouts, [*learner.policy.trained]))
     (terms, here, trained), (asked, there, from_there) = actual
@@ -326,8 +319,10 @@ def test_solutions_come_from_other_rollouts(make_learner: MakeLearner) -> None:
 
     teacher = TeacherConfig(feedback="solutions")
     learner = make_learner(teacher=taught(teacher, prompt=asked, feedback=tell))
-    groups = [Group(task=TASK, rollouts=rollouts)]
-    metrics = learner.step(plan_updates(groups, config_of(ALONE, teacher), step=0))
+    groups = [group_of(*rollouts)]
+    metrics = learner.step(
+        plan_updates(groups, run_config(ALONE, max_tokens=32, teacher=teacher), step=0)
+    )
     assert asks == [(i, [0, 1, 2]) for i in range(3)]
     assert [r.teacher_logprobs is not None for r in rollouts] == [True, False, True]
     assert metrics["teacher_terms"] == 10
@@ -363,7 +358,7 @@ def test_average_follows_updates_and_is_resumed(
     teacher = TeacherConfig(feedback="errors", decay=decay, topk=topk)
     options = taught(teacher, prompt=prompt)
     loss = LossConfig(num_mini_batches=2)
-    config = run_config(loss).model_copy(update={"teacher": teacher})
+    config = run_config(loss, teacher=teacher)
     learner = make_learner(loss, teacher=options, **more)
     first = [p.detach().clone() for p in learner.policy.trained]
     kept = []
@@ -401,7 +396,7 @@ def test_weight_0_equals_a_run_without_teacher(
     groups[1].rollouts[0].advantage = 0.0  # left out, where no teacher scores it
     actual = []
     for teacher in (TeacherConfig(), TeacherConfig(model="gone", weight=0.0)):
-        config = run_config(LossConfig()).model_copy(update={"teacher": teacher})
+        config = run_config(LossConfig(), teacher=teacher)
         learner = make_learner()
         metrics = [learner.step(plan_updates(groups, config, step=step)) for step in range(2)]
         for numbers in metrics:
@@ -417,7 +412,9 @@ def test_without_feedback_a_step_learns_from_rewards(
 ) -> None:
     teacher = CRITIC.model_copy(update={"weight": 0.5, "topk": topk})
     learner = make_learner(teacher=taught(teacher, prompt=asked))
-    metrics = learner.step(plan_updates(groups, config_of(LossConfig(), teacher), step=0))
+    metrics = learner.step(
+        plan_updates(groups, run_config(LossConfig(), max_tokens=32, teacher=teacher), step=0)
+    )
     assert metrics["teacher_terms"] == metrics.get("teacher_kl", 0) == 0
     for rollout in (r for g in groups for r in g.rollouts):
         actual = [a for a in rollout.token_advantages or () if a is not None]

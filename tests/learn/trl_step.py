@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -39,53 +38,51 @@ class Ranks:
 
 def trl_loss(
     settings: dict[str, Any],
-    batches: Sequence[dict[str, Tensor]],
+    batch: dict[str, Tensor],
     *,
     tokens_sampled: int,
     updates: int = 1,
     trainer: Any = None,
 ) -> Tensor:
-    """What TRL's micro-batches add up to.
+    """TRL's loss of an update.
 
     Args:
         settings: of GRPOConfig.
-        batches: micro-batches of one update: logp, old, sampler, ref, entropy [B, T]; mask [B, T],
-            0 for padding, observations and masked rollouts; advantages [B].
+        batch: logp, old, sampler, ref, entropy [B, T]; mask [B, T], 0 for padding, observations and
+            masked rollouts; advantages [B].
         tokens_sampled: mask.sum() of all that was generated together.
         updates: that are made of it.
         trainer: None: GRPOTrainer.
     """
     trl: Any = importlib.import_module("trl")
     args = trl.GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **settings)
-    args.steps_per_generation = len(batches) * updates
+    args.steps_per_generation = updates
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     self = SimpleNamespace(**vars(args), args=args, model=SimpleNamespace(training=True))
     self.use_vllm, self.aux_loss_enabled, self.accelerator = True, False, Ranks()
     self.epsilon_low, self.epsilon_high = args.epsilon, high
-    self.current_gradient_accumulation_steps = len(batches)
+    self.current_gradient_accumulation_steps = 1
     self._entropy_bonus_enabled = args.entropy_coef != 0
     self._metrics = {"train": defaultdict(list)}
     kind: Any = trainer or trl.GRPOTrainer
     for name in ("get_off_policy_mask", "get_gamma_weights"):
         setattr(self, name, getattr(kind, name))
     self.get_high_entropy_mask = partial(kind.get_high_entropy_mask, self)
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        mask = batch["mask"]
-        self._get_per_token_logps_and_entropies = lambda *_, b=batch, **__: (
-            b["logp"], b["entropy"], None,
-        )  # fmt: skip
-        inputs = {
-            "prompt_ids": torch.zeros(len(mask), 1), "prompt_mask": torch.ones(len(mask), 1),
-            "completion_ids": torch.zeros_like(mask), "completion_mask": mask,
-            "advantages": batch["advantages"], "old_per_token_logps": batch["old"],
-            "sampling_per_token_logps": batch["sampler"], "ref_per_token_logps": batch["ref"],
-            "num_items_in_batch": torch.tensor(tokens_sampled),
-        }  # fmt: skip
-        if args.vllm_importance_sampling_correction:
-            inputs["importance_sampling_ratio"] = sampler_ratio(batch, args)
-        total = total + kind._compute_loss(self, None, inputs)
-    return total
+    mask = batch["mask"]
+    self._get_per_token_logps_and_entropies = lambda *_, **__: (
+        batch["logp"], batch["entropy"], None,
+    )  # fmt: skip
+    inputs = {
+        "prompt_ids": torch.zeros(len(mask), 1), "prompt_mask": torch.ones(len(mask), 1),
+        "completion_ids": torch.zeros_like(mask), "completion_mask": mask,
+        "advantages": batch["advantages"], "old_per_token_logps": batch["old"],
+        "sampling_per_token_logps": batch["sampler"], "ref_per_token_logps": batch["ref"],
+        "num_items_in_batch": torch.tensor(tokens_sampled),
+    }  # fmt: skip
+    if args.vllm_importance_sampling_correction:
+        inputs["importance_sampling_ratio"] = sampler_ratio(batch, args)
+    loss: Tensor = kind._compute_loss(self, None, inputs)
+    return loss
 
 
 def sampler_ratio(batch: dict[str, Tensor], args: Any) -> Tensor:

