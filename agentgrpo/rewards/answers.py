@@ -61,11 +61,11 @@ NOT_ALONE = re.compile(
     re.IGNORECASE,
 )
 """Matches a short expected answer that is more than its number: 2pi, 5!, 0.333..., 3 million."""
-UNIT_POWER = re.compile(r"(?<=[a-z])[23](?!\w)|²")  # km2
+UNIT_POWER = re.compile(r"(?<=[a-z])[23](?!\w)|²")
+"""Matches the power of a unit: km2."""
 STATED = re.compile(r"=|\b(?:is|are|was|were|equals)\b")
-MAX_WORDS = (
-    9  # a longer expected answer is a solution, which may have other numbers before its last
-)
+MAX_WORDS = 9
+"""A longer expected answer is a solution, which may have other numbers before its last."""
 
 
 Number = Decimal | Fraction

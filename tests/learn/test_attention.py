@@ -595,7 +595,8 @@ def test_backward_allocates_no_tensor_per_slice() -> None:
     (batch,) = pack_tree(branching_groups(), max_tokens=1000)
     assert len(runs_of(batch.tout_T)) > 5
     loss = loss_of(Scorer(model), [batch])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as recorded:
         loss.backward()
     counts = {event.key: event.count for event in recorded.key_averages()}
     layers = len(model.model.layers)
