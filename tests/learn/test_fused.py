@@ -60,8 +60,12 @@ def forked() -> list[Group]:
     """A prompt and two rollouts that part after their first token: each token is interpreted."""
     rng = np.random.default_rng(0)
     prompt, first = segment(rng, 3), segment(rng, 1, sampled=True)
-    ends = [segment(rng, length, sampled=True) for length in (4, 3)]
-    rollouts = [rollout_of(prompt, first, end, advantage=float(rng.normal())) for end in ends]
+    rollouts = [
+        rollout_of(
+            *(prompt, first, segment(rng, length, sampled=True)), advantage=float(rng.normal())
+        )
+        for length in (4, 3)
+    ]
     return [group_of(*rollouts)]
 
 
