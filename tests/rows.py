@@ -66,7 +66,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "one function or none, said in the prompt": (
         "test_the_rule_of_one_call_is_in_the_prompt",
-        "test_chat_template_without_the_system_message_is_an_error",
+        "test_error_of_a_newcomer_is_on_the_debug_page",
     ),
     "customers and judges that training does not move": (
         "test_customer_model_is_the_requested_model",

@@ -20,7 +20,7 @@ KEYS = {"from": "role", "value": "content"}
 NAMES = {
     **ROLES, **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "ai"), "assistant"),
-    **dict.fromkeys(("observation", "tool_response", "ipython"), "tool"),
+    **dict.fromkeys(("tool_response", "ipython"), "tool"),
 }  # fmt: skip
 """Keys and roles of ShareGPT and others, with their standard names."""
 CHAT_TEXT = re.compile(

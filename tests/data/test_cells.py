@@ -131,7 +131,7 @@ def test_unreadable_cell_is_named(
         ({"from": "Human ", "value": "x"}, {"role": "user", "content": "x"}),
         ({"role": "prompter", "content": "x"}, {"role": "user", "content": "x"}),
         ({"role": "model", "content": "x"}, {"role": "assistant", "content": "x"}),
-        ({"from": "observation", "value": "x"}, {"role": "tool", "content": "x"}),
+        ({"from": "tool_response", "value": "x"}, {"role": "tool", "content": "x"}),
         ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),
         ({"role": "function", "content": "x", "name": "f"},
          {"role": "tool", "content": "x", "name": "f"}),
