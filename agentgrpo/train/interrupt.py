@@ -136,14 +136,27 @@ def _handle_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Hold signals back: Python drops one that reaches a fork before its first line."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
 def _in_child() -> None:
     """Restore the default handlers in processes that user code forks, such as Pool workers."""
     for number in SIGNALS:
         if getattr(signal.getsignal(number), "__module__", None) == __name__:
             signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def _detach_terminal() -> None:

@@ -112,13 +112,16 @@ with interruptible(), stop_after_step(print) as stopping:
     for step in range(2):  # its workers are ended by SIGTERM
         with multiprocessing.get_context("fork").Pool(2) as pool:
             pool.map(abs, range(4))
-    ready, begun = os.pipe()
-    def sleep():
-        os.write(begun, b"x")
-        time.sleep(600)
+    for number in range(50):  # ended before their first line
+        child = os.fork()
+        if not child:
+            time.sleep(600)
+        os.kill(child, 15)
+        assert os.waitpid(child, 0)[1] == 15
     for number in range(2):  # no Pool, whose lock a worker may hold when Ctrl-C ends it
-        multiprocessing.get_context("fork").Process(target=sleep, daemon=True).start()
-        os.read(ready, 1)  # Python drops a signal that reaches a fork before its first line
+        multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=[600], daemon=True
+        ).start()
     print("begun", stopping(), flush=True)
     while not stopping():
         time.sleep(0.1)
