@@ -237,7 +237,7 @@ def test_host_tools_are_not_shown_without_a_prompt() -> None:
     ("config", "message"),
     [
         (["sandbox.host_tools=['no.such:f']"], "sandbox.host_tools: no module 'no'"),
-        (["sandbox.host_tools=['builtins:print']"], "host_tools: expected functions with public names"),
+        (["sandbox.host_tools=['builtins:print']"], "host_tools: expected functions with public"),
         (overrides("env.kind=tools", "agent.kind=tools",
                    "env.options={tools=['agentgrpo.envs.calculator:calculate']}",
                    "agent.options={}"),
