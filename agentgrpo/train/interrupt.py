@@ -140,8 +140,14 @@ _forking = threading.local()
 
 
 def _before_fork() -> None:
-    """Hold signals back: Python drops one that reaches a fork before its first line."""
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    """Hold signals back: Python drops one that reaches a fork before its first line.
+
+    Not those whose handler may raise: Python ignores exceptions of these functions.
+    """
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ours = f"{_handle_signals.__name__}.<locals>.handle"
+    held = [n for n in SIGNALS if getattr(signal.getsignal(n), "__qualname__", "") == ours]
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
 
 
 def _in_parent() -> None:
