@@ -471,13 +471,15 @@ def _require_separable(tests: str, tested: set[str]) -> None:
                 looks = ast.unparse(node)
             case ast.ClassDef(bases=[ast.Name(name), *_]) if name in tested:
                 looks = f"{name} as a base class"
-            case ast.Call(ast.Name("patch") | ast.Attribute(attr="patch")) | ast.arg("monkeypatch"):
+            case ast.Name("patch") | ast.Attribute(attr="patch") if "mock" in tests:
                 looks = "patches"
-            case ast.Call(ast.Attribute(ast.Name("patch") | ast.Attribute(attr="patch"))):
+            case ast.arg("monkeypatch"):
                 looks = "patches"
             case ast.Attribute(ast.Name("sys"), "stdin", ast.Store()):
                 looks = "another sys.stdin"
-            case ast.Attribute(attr="getvalue" | "readouterr"):
+            case ast.Attribute(attr="getvalue") if "StringIO" in tests:
+                looks = "the printed output"
+            case ast.Attribute(attr="readouterr"):
                 looks = "the printed output"
             case _:
                 continue
